@@ -1,0 +1,278 @@
+"""Which snapshots are committed on the root: publish, abort, list, delete, claim a run (P1, P4)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from shardstore.errors import CorruptSnapshotError, FormatError, ShardStoreError, TierError
+from shardstore.format.manifest import (
+    build_manifest,
+    check_tables,
+    decode_manifest,
+    encode_manifest,
+    shard_file_name,
+)
+from shardstore.format.records import FORMAT_VERSION, Manifest, ShardHeader, SnapshotId
+from shardstore.format.shardfile import ShardLayout, header_length, parse_header
+from shardstore.tiers.base import RootTier, ShardReader
+
+_LOG: Final = logging.getLogger("shardstore")
+
+State = Literal["committed", "aborted", "torn", "damaged"]
+
+
+@dataclass(frozen=True, slots=True)
+class RootEntry:
+    """What the root holds of one attempt."""
+
+    id: SnapshotId
+    state: State
+    manifest: Manifest | None = None
+    problem: str = ""
+    """Why a damaged register cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedShard:
+    """One shard file, as its header tells."""
+
+    header: ShardHeader
+    nbytes: int
+    digest: str
+    layout: ShardLayout | None = None
+    """Where its tensors are; None for a header that a rank posted."""
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """Content of `run-XXXXXXXX.json`: who claimed the number."""
+
+    format: int
+    nonce: str
+    host: str
+    boot_id: str
+    started: float
+
+
+class Catalog:
+    """The root's registers. Reading is for every rank; writing for the ranks that P4 names."""
+
+    def __init__(self, tier: RootTier) -> None:
+        """Wrap a root tier; nothing is read or written yet."""
+        self.tier = tier
+
+    # ------------------------------------------------------------------- reads
+
+    def ids(self) -> list[SnapshotId]:
+        """Every attempt in any state, oldest first."""
+        return sorted(self.tier.list_ids(), key=lambda i: i.order)
+
+    def entry(self, snapshot_id: SnapshotId) -> RootEntry:
+        """Read one register."""
+        data = self.tier.read_manifest(snapshot_id)
+        if data is None:
+            return RootEntry(snapshot_id, "torn")
+        source = f"{self.tier.name}: {self.tier.location}/{snapshot_id.name}/manifest.json"
+        try:
+            manifest = decode_manifest(data, source=source, expect=snapshot_id)
+        except (FormatError, CorruptSnapshotError) as error:
+            return RootEntry(snapshot_id, "damaged", problem=str(error))
+        if manifest.state == "aborted":
+            return RootEntry(snapshot_id, "aborted", manifest)
+        return RootEntry(snapshot_id, "committed", manifest)
+
+    def committed(self) -> list[Manifest]:
+        """Manifests of all committed snapshots, oldest first; damaged ones are passed over."""
+        found = (self.entry(snapshot_id).manifest for snapshot_id in self.ids())
+        return [m for m in found if m is not None and m.state == "committed"]
+
+    def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
+        """Read and check the header of one shard file.
+
+        Raises:
+            TierError, FormatError, CorruptSnapshotError: It cannot be read, or is damaged.
+        """
+        with self.tier.open_shard(snapshot_id, rank) as reader:
+            sealed = read_sealed_header(reader)
+        check_identity(sealed.header, snapshot_id, rank, source=shard_file_name(rank))
+        return sealed
+
+    # ---------------------------------------------------------------- register
+
+    def publish(self, manifest: Manifest) -> bool:
+        """Commit; False if the register says `aborted` already, and then that stands."""
+        stored = self.tier.create_manifest(manifest.id, encode_manifest(manifest))
+        return self._read_back(manifest.id, stored).state == "committed"
+
+    def abort(self, snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]) -> bool:
+        """Close the register of a failed attempt; False if it was committed, and that stands."""
+        record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
+        stored = self.tier.create_manifest(snapshot_id, encode_manifest(record))
+        return self._read_back(snapshot_id, stored).state == "aborted"
+
+    def _read_back(self, snapshot_id: SnapshotId, stored: bytes) -> Manifest:
+        return decode_manifest(
+            stored, source=f"{self.tier.location}/{snapshot_id.name}", expect=snapshot_id
+        )
+
+    def unlist(self, snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]) -> None:
+        """Take a snapshot off the list, by one atomic replacement; its bytes are still there."""
+        if self.entry(snapshot_id).state != "aborted":
+            record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
+            self.tier.replace_manifest(snapshot_id, encode_manifest(record))
+
+    def remove_aborted(self) -> None:
+        """Remove the bytes of what is off the list; a failure is told and tried next time."""
+        for snapshot_id in self.ids():
+            if self.entry(snapshot_id).state == "aborted":
+                self.try_remove(snapshot_id)
+
+    def try_remove(self, snapshot_id: SnapshotId) -> None:
+        """Remove the bytes of an aborted attempt; a failure is told and tried next time."""
+        try:
+            self.tier.remove(snapshot_id)
+        except TierError as error:
+            _LOG.warning("%s (%s is no longer listed; removal is tried again)", error, snapshot_id)
+
+    # -------------------------------------------------------------------- runs
+
+    def highest_run(self) -> int:
+        """Highest run number that left any trace, 0 if none did."""
+        runs = self.tier.run_numbers()
+        runs += [snapshot_id.run for snapshot_id in self.tier.list_ids()]
+        return max(runs, default=0)
+
+    def claim_run(self, lowest: int, *, nonce: str, host: str, boot_id: str) -> int:
+        """Claim the first free run number from `lowest` on, and above all traces, for rank 0."""
+        record = msgspec.json.encode(
+            RunRecord(FORMAT_VERSION, nonce, host, boot_id, started=time.time())
+        )
+        run = max(lowest, self.highest_run() + 1)
+        while not self.tier.claim_run(run, record):
+            run += 1
+        return run
+
+    def sees_run(self, run: int, nonce: str) -> bool:
+        """Whether this host sees the record that rank 0 wrote: the root is shared."""
+        data = self.tier.read_run(run)
+        if data is None:
+            return False
+        try:
+            return msgspec.json.decode(data, type=RunRecord).nonce == nonce
+        except msgspec.DecodeError:
+            return False
+
+    # ------------------------------------------------------------ late publish
+
+    def publish_late(self, *, before_run: int, writer: Mapping[str, str]) -> list[SnapshotId]:
+        """Commit what runs before `before_run` stored whole but died before committing.
+
+        Only what is newer than the newest committed one, judged by the headers, synced again first.
+        """
+        entries = [self.entry(snapshot_id) for snapshot_id in self.ids()]
+        newest = max((e.id.order for e in entries if e.state == "committed"), default=None)
+        published = []
+        for entry in entries:
+            older_run = entry.id.run < before_run
+            newer = newest is None or entry.id.order > newest
+            if entry.state == "torn" and older_run and newer:
+                try:
+                    if self._publish_torn(entry.id, writer):
+                        published.append(entry.id)
+                except ShardStoreError as error:
+                    _LOG.info("%s stays uncommitted: %s", entry.id, error)
+        return published
+
+    def _publish_torn(self, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> bool:
+        ranks = self.tier.list_ranks(snapshot_id)
+        if not ranks:
+            return False
+        world_size = self.read_header(snapshot_id, ranks[0]).header.world_size
+        if ranks != list(range(world_size)):
+            return False
+        shards = {rank: self.read_header(snapshot_id, rank) for rank in ranks}
+        if problems_between(shards):
+            return False
+        self.tier.make_durable(snapshot_id, ranks)
+        return self.publish(manifest_of(shards, writer=writer))
+
+
+def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str]) -> Manifest:
+    """The manifest of a whole set of shards; metadata and time are rank 0's."""
+    first = shards[0].header
+    return build_manifest(
+        {rank: (s.header, s.nbytes, s.digest) for rank, s in shards.items()},
+        created=first.created,
+        metadata=first.metadata,
+        writer=dict(writer),
+    )
+
+
+def problems_between(shards: Mapping[int, SealedShard]) -> list[str]:
+    """Why these shards are not one snapshot: readable problems, empty if they are."""
+    first = shards[min(shards)].header
+    problems = [
+        f"rank {rank} saved {s.header.id} (world size {s.header.world_size}), "
+        f"rank {first.rank} saved {first.id} (world size {first.world_size})"
+        for rank, s in shards.items()
+        if s.header.id != first.id
+        or s.header.world_size != first.world_size
+        or s.header.persist != first.persist
+    ]
+    return problems or check_tables([s.header for s in shards.values()])
+
+
+def aborted_manifest(
+    snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]
+) -> Manifest:
+    """The register content of an attempt that will never be a snapshot."""
+    return Manifest(
+        format=FORMAT_VERSION,
+        state="aborted",
+        step=snapshot_id.step,
+        run=snapshot_id.run,
+        count=snapshot_id.count,
+        nonce=snapshot_id.nonce,
+        created=time.time(),
+        world_size=0,
+        meshes=(),
+        tables={},
+        shards=(),
+        metadata=None,
+        writer=dict(writer),
+        reason=reason[:500],
+    )
+
+
+def read_sealed_header(reader: ShardReader) -> SealedShard:
+    """Read the header of an open shard file.
+
+    Raises:
+        TierError, FormatError, CorruptSnapshotError: It cannot be read, or is damaged.
+    """
+    first = reader.read(0, 8)
+    length = header_length(first, reader.nbytes, source=reader.source)
+    prefix = reader.read(0, 8 + length)
+    parsed = parse_header(prefix, reader.nbytes, source=reader.source)
+    return SealedShard(parsed.header, reader.nbytes, parsed.digest, parsed.layout)
+
+
+def check_identity(header: ShardHeader, snapshot_id: SnapshotId, rank: int, *, source: str) -> None:
+    """Refuse a file that says it is another snapshot's or another rank's."""
+    if header.id != snapshot_id or header.rank != rank:
+        raise CorruptSnapshotError(
+            f"{source}: the file says it is rank {header.rank} of {header.id}, "
+            f"but rank {rank} of {snapshot_id} was looked for here",
+            file=source, expected=f"rank {rank} of {snapshot_id}",
+            actual=f"rank {header.rank} of {header.id}",
+        )  # fmt: skip
+
+
+def newest_first(ids: Iterable[SnapshotId]) -> list[SnapshotId]:
+    """Order of P1, reversed."""
+    return sorted(set(ids), key=lambda i: i.order, reverse=True)

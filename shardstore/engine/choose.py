@@ -1,0 +1,158 @@
+"""Which snapshot all ranks restore: a function of what every rank can read (P4, P5), run on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from shardstore.engine.catalog import Catalog, RootEntry, newest_first
+from shardstore.errors import CorruptSnapshotError, FormatError, TierError
+from shardstore.format.records import SnapshotId
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """One rank's readable shard in memory."""
+
+    id: SnapshotId
+    world_size: int
+    is_complete: bool
+    """A mark or this run's own knowledge says that all ranks had it."""
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """What one rank can offer."""
+
+    holdings: tuple[Holding, ...] = ()
+    marked: tuple[SnapshotId, ...] = ()
+    """Memory-only snapshots that were complete once, readable here or not."""
+    aborted: tuple[SnapshotId, ...] = ()
+    """Saves of this run that are known to have failed."""
+
+
+class Skip(msgspec.Struct, frozen=True):
+    """A snapshot that was passed over, and why."""
+
+    id: str
+    step: int
+    reason: str
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """The snapshot to try next."""
+
+    id: SnapshotId
+    world_size: int
+    is_committed: bool
+    """There is a manifest: headers must match it."""
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """There is no candidate (left)."""
+
+    kind: Literal["absent", "unreadable"]
+    """`absent`: nothing was ever committed, or not that step."""
+    detail: str = ""
+
+
+class Chooser:
+    """Offers restorable snapshots, newest first, judged as far as headers and registers tell.
+
+    Restorable: every rank of its world can read, in some tier, a sealed shard of the same whole id.
+    Shards of a torn attempt on the root count, those of an aborted one do not.
+    """
+
+    def __init__(
+        self, inventories: Sequence[Inventory], catalog: Catalog | None, *, step: int | None
+    ) -> None:
+        """`inventories` by rank; `step` restricts to the attempts at one step."""
+        self._inventories = inventories
+        self._catalog = catalog
+        self._step = step
+        self.skipped: list[Skip] = []
+        self._existed: list[str] = []
+        self._candidates = self._iterate()
+
+    def next(self) -> Candidate | Nothing:
+        """The next one to try."""
+        for candidate in self._candidates:
+            return candidate
+        reasons = [f"{skip.id}: {skip.reason}" for skip in self.skipped] + self._existed
+        if reasons:
+            return Nothing("unreadable", "\n".join(f"  - {reason}" for reason in reasons))
+        return Nothing("absent")
+
+    def skip(self, candidate: Candidate, reason: str) -> None:
+        """Record why a candidate was passed over."""
+        self.skipped.append(Skip(candidate.id.name, candidate.id.step, reason))
+
+    def _iterate(self) -> Iterator[Candidate]:
+        root_ids = set(self._catalog.ids()) if self._catalog else set()
+        memory_ids = {h.id for inventory in self._inventories for h in inventory.holdings}
+        marked = {i for inventory in self._inventories for i in inventory.marked}
+        for snapshot_id in newest_first(root_ids | memory_ids | marked):
+            if self._step is not None and snapshot_id.step != self._step:
+                continue
+            entry = RootEntry(snapshot_id, "torn")
+            if self._catalog is not None and snapshot_id in root_ids:
+                entry = self._catalog.entry(snapshot_id)
+            candidate = self._judge(entry)
+            if candidate is not None:
+                yield candidate
+
+    def _judge(self, entry: RootEntry) -> Candidate | None:
+        snapshot_id = entry.id
+        if entry.state == "aborted" or any(snapshot_id in i.aborted for i in self._inventories):
+            return None
+        if entry.state == "damaged":
+            self.skipped.append(
+                Skip(snapshot_id.name, snapshot_id.step, f"corrupt manifest: {entry.problem}")
+            )
+            return None
+        if entry.manifest is not None:
+            return Candidate(snapshot_id, entry.manifest.world_size, is_committed=True)
+        return self._judge_uncommitted(snapshot_id)
+
+    def _judge_uncommitted(self, snapshot_id: SnapshotId) -> Candidate | None:
+        held = {
+            rank: holding
+            for rank, inventory in enumerate(self._inventories)
+            for holding in inventory.holdings
+            if holding.id == snapshot_id
+        }
+        ranks_on_root = self._ranks_on_root(snapshot_id)
+        world_size = self._world_size(
+            snapshot_id, [h.world_size for h in held.values()], ranks_on_root
+        )
+        present = {rank for rank in held if rank < world_size} | ranks_on_root
+        if world_size and present >= set(range(world_size)):
+            return Candidate(snapshot_id, world_size, is_committed=False)
+        marked = any(snapshot_id in inventory.marked for inventory in self._inventories)
+        if marked or any(h.is_complete for h in held.values()):
+            if world_size > len(self._inventories) and len(held) == len(self._inventories):
+                # Saved by more ranks than there are: let the comparison say so.
+                return Candidate(snapshot_id, world_size, is_committed=False)
+            missing = sorted(set(range(world_size or len(self._inventories))) - present)
+            self._existed.append(
+                f"{snapshot_id}: was complete in memory, but no readable copy is left on "
+                f"rank {', '.join(map(str, missing))}"
+            )
+        return None
+
+    def _ranks_on_root(self, snapshot_id: SnapshotId) -> set[int]:
+        if self._catalog is None:
+            return set()
+        return set(self._catalog.tier.list_ranks(snapshot_id))
+
+    def _world_size(
+        self, snapshot_id: SnapshotId, known: Sequence[int], ranks_on_root: set[int]
+    ) -> int:
+        if known:
+            return max(known)
+        if not ranks_on_root or self._catalog is None:
+            return 0
+        try:
+            return self._catalog.read_header(snapshot_id, min(ranks_on_root)).header.world_size
+        except (TierError, FormatError, CorruptSnapshotError):
+            return 0

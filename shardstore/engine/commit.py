@@ -1,0 +1,184 @@
+"""The outcome of a save with a root: the register on the root, then one write-once key (P2, P4)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardstore.cluster.coordination import Stopped
+from shardstore.engine.catalog import SealedShard, manifest_of
+from shardstore.engine.entries import collect_entries
+from shardstore.engine.retention import plan_deletions
+from shardstore.engine.session import Failure, PendingSave, Session, failure_of
+from shardstore.errors import (
+    CoordinationTimeoutError,
+    ShardStoreError,
+)
+from shardstore.format.records import SnapshotId
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a save, equal on all ranks."""
+
+    failure: Failure | None = None
+    """None: committed."""
+    nbytes: int = 0
+    """Of all ranks' shards."""
+    metadata: object = None
+    """Rank 0's."""
+    released: tuple[SnapshotId, ...] = ()
+    """Older snapshots that retention has taken off the list."""
+
+
+def fail_key(save: PendingSave) -> str:
+    """Where the first rank that fails says so."""
+    return f"fail/{save.count}"
+
+
+def agree_complete(session: Session, save: PendingSave) -> Failure | None:
+    """Wait until all ranks have sealed; every rank gets the same answer.
+
+    Returns:
+        None: complete. Else why not.
+
+    Raises:
+        CoordinationError: The store is unreachable: the answer is unknown.
+    """
+    key = f"complete/{save.count}"
+    try:
+        if session.rank == 0:
+            entries = collect_entries(session, save, stop=fail_key(save))
+            if isinstance(entries, Failure):
+                return _obey(session, key, entries)
+            save.shards = entries
+            return _obey(session, key, None)
+        heard = session.coordinator.wait(
+            [key], phase=f"{save.label}: waiting for all ranks to seal", ranks=[0]
+        )
+    except CoordinationTimeoutError as error:
+        if not error.missing_ranks:
+            raise
+        return _obey(session, key, failure_of(error, session.rank))
+    assert not isinstance(heard, Stopped)
+    return msgspec.json.decode(heard[0], type=Failure | None)
+
+
+def _obey(session: Session, key: str, proposal: Failure | None) -> Failure | None:
+    stored = session.coordinator.propose(key, msgspec.json.encode(proposal))
+    return msgspec.json.decode(stored, type=Failure | None)
+
+
+def commit_on_rank_0(session: Session, save: PendingSave) -> Outcome:
+    """Wait for all shards to be durable, publish, and decide the outcome.
+
+    Raises:
+        CoordinationError: The outcome could not be told (the store is gone).
+    """
+    failure = save.failure or _wait_durable(session, save)
+    outcome = _publish(session, save) if failure is None else Outcome(failure)
+    if outcome.failure is not None and not _close_register(session, save, outcome.failure):
+        outcome = _committed(save)
+    if outcome.failure is None:
+        outcome = msgspec.structs.replace(outcome, released=_release_old(session))
+    return _decide(session, save, outcome)
+
+
+def _release_old(session: Session) -> tuple[SnapshotId, ...]:
+    """Retention, first half: take old snapshots off the list, now that a successor is on it."""
+    released: list[SnapshotId] = []
+    assert session.catalog is not None
+    if session.keep is None or _has_successor(session):
+        return ()
+    with session.retention_lock:
+        try:
+            good = [m.id for m in session.catalog.committed() if m.id not in session.damaged]
+            for snapshot_id in plan_deletions(good, session.keep):
+                session.catalog.unlist(snapshot_id, reason="retention", writer=session.writer)
+                released.append(snapshot_id)
+        except (ShardStoreError, OSError) as error:
+            session.warn("an old snapshot could not be deleted, it is tried again: %s", error)
+    return tuple(released)
+
+
+def _has_successor(session: Session) -> bool:
+    """Whether a later run works on this root: then this one deletes nothing any more."""
+    assert session.catalog is not None
+    own = max((i.run for i in session.complete if i.nonce == session.nonce), default=0)
+    if own and max(session.catalog.tier.run_numbers(), default=0) > own:
+        session.warn(
+            "another job has started on %s since: this one deletes nothing any more",
+            session.catalog.tier.location,
+        )
+        return True
+    return False
+
+
+def _wait_durable(session: Session, save: PendingSave) -> Failure | None:
+    ranks = list(range(session.world_size))
+    try:
+        heard = session.coordinator.wait(
+            [f"durable/{save.count}/{rank}" for rank in ranks],
+            phase=f"{save.label}: waiting for all ranks to write",
+            ranks=ranks,
+            stop=fail_key(save),
+        )
+    except CoordinationTimeoutError as error:
+        return failure_of(error, session.rank)
+    if isinstance(heard, Stopped):
+        return msgspec.json.decode(heard.value, type=Failure)
+    return None
+
+
+def _publish(session: Session, save: PendingSave) -> Outcome:
+    assert save.shards is not None
+    assert session.catalog is not None
+    try:
+        if session.catalog.publish(manifest_of(save.shards, writer=session.writer)):
+            return _committed(save)
+    except (ShardStoreError, OSError) as error:
+        return Outcome(failure_of(error, session.rank))
+    return Outcome(Failure(session.rank, "another process closed this attempt as aborted"))
+
+
+def _close_register(session: Session, save: PendingSave, failure: Failure) -> bool:
+    """Make sure that nobody commits a failed attempt later; False if it was committed already."""
+    if save.id is None or session.catalog is None:
+        return True
+    try:
+        return session.catalog.abort(save.id, reason=failure.describe(), writer=session.writer)
+    except (ShardStoreError, OSError) as error:
+        session.warn("%s could not be closed as aborted: %s", save.id, error)
+        return True
+
+
+def _committed(save: PendingSave) -> Outcome:
+    shards: dict[int, SealedShard] = save.shards or {}
+    nbytes = sum(shard.nbytes for shard in shards.values())
+    return Outcome(nbytes=nbytes, metadata=save.metadata)
+
+
+def _decide(session: Session, save: PendingSave, outcome: Outcome) -> Outcome:
+    """Write the outcome once and obey what is stored."""
+    key = f"outcome/{save.count}"
+    stored = session.coordinator.propose(key, msgspec.json.encode(outcome))
+    return msgspec.json.decode(stored, type=Outcome)
+
+
+def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
+    """Wait for rank 0's decision; at the deadline close the register and decide oneself.
+
+    Raises:
+        CoordinationError: The store is unreachable: the outcome is unknown.
+    """
+    try:
+        heard = session.coordinator.wait(
+            [f"outcome/{save.count}"], phase=f"{save.label}: waiting for the commit", ranks=[0]
+        )
+    except CoordinationTimeoutError as error:
+        if not error.missing_ranks:
+            raise
+        failure = failure_of(error, session.rank)
+        if not _close_register(session, save, failure):
+            return _decide(session, save, Outcome())
+        return _decide(session, save, Outcome(failure))
+    assert not isinstance(heard, Stopped)
+    return msgspec.json.decode(heard[0], type=Outcome)

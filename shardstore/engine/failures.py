@@ -1,0 +1,87 @@
+"""Failed saves, raised once on every rank at the same call (P6)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from shardstore.cluster.agreed import AgreedPoint
+from shardstore.engine.session import Failure, PendingSave, Session
+from shardstore.errors import SaveFailedError
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    step: int
+    failure: Failure
+    point: AgreedPoint
+
+
+class Failures:
+    """Failed saves that this rank has not raised yet.
+
+    A rank hears of a failure at some moment of its own; which save raises it is agreed: the first one
+    that no rank had entered when the last of them heard. `drain` and `close` raise what is left.
+    """
+
+    def __init__(self, session: Session, *, only_warn: bool) -> None:
+        """`only_warn`: log instead of raising."""
+        self._session = session
+        self._only_warn = only_warn
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._known: list[_Known] = []
+
+    def enter(self, count: int) -> None:
+        """Save `count` begins."""
+        with self._lock:
+            self._entered = count
+
+    def add(self, save: PendingSave, failure: Failure) -> None:
+        """A save failed on some rank; called on every rank, in the background, before its future ends."""
+        if self._only_warn:
+            self._session.warn("%s failed, training goes on: %s", save.label, failure.describe())
+            return
+        with self._lock:
+            point = AgreedPoint(
+                self._session.coordinator,
+                f"raise/{save.count}",
+                reached=self._entered,
+                timeout_s=self._session.timeout_s,
+            )
+            point.signal(flag=save.error is not None)
+            self._known.append(_Known(save.step, failure, point))
+
+    def due_at(self, count: int) -> SaveFailedError | None:
+        """What save `count` must raise; waits for the other ranks' answer only after a failure."""
+        with self._lock:
+            known = list(self._known)
+        due = [k for k in known if k.point.reached(count)]
+        return self._take(due)
+
+    def rest(self) -> SaveFailedError | None:
+        """What `drain` or `close` must raise."""
+        with self._lock:
+            known = list(self._known)
+        return self._take(known)
+
+    def _take(self, due: list[_Known]) -> SaveFailedError | None:
+        with self._lock:
+            self._known = [k for k in self._known if k not in due]
+        # Where every rank raised it by itself, in its own save, nothing is left to tell.
+        untold = [k for k in due if not k.point.all_flagged()]
+        if not untold:
+            return None
+        first = untold[0]
+        more = f" (and {len(untold) - 1} later saves failed as well)" if untold[1:] else ""
+        return save_failed(first.step, first.failure, more)
+
+
+def save_failed(step: int, failure: Failure, more: str = "") -> SaveFailedError:
+    """The error of a failed save, the same text on every rank."""
+    return SaveFailedError(
+        f"the save of step {step} failed{more}; older snapshots are untouched. First cause, "
+        f"{failure.describe()}",
+        step=step,
+        failed_ranks=failure.failed_ranks or (failure.rank,),
+    )

@@ -1,0 +1,109 @@
+"""What can be restored, and where: no torch, so that listing costs nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+
+from shardstore.engine.catalog import Catalog
+from shardstore.format.records import Manifest
+from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.fileops import FileOps
+
+if TYPE_CHECKING:
+    from shardstore.engine.session import Session
+
+_MAX_NAME: Final = 200
+_SCHEME: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+
+
+class SnapshotInfo(msgspec.Struct, frozen=True):
+    """A snapshot that can be restored."""
+
+    step: int
+    id: str
+    """Whole identity; unequal for two saves of one step."""
+    tiers: tuple[str, ...]
+    """Where it is, near to far: `memory`, `root`."""
+    nbytes: int
+    """Bytes of all ranks; of this rank alone where there is no manifest."""
+    created: float
+    """Seconds since the epoch."""
+    pinned: bool
+    metadata: object
+
+
+def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
+    """Absolute path of a local root.
+
+    Raises:
+        ValueError: Empty, or a URL of remote storage.
+    """
+    if root is None:
+        return None
+    text = os.fspath(root)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"root must be a path or None, got {root!r}")
+    match = _SCHEME.match(text)
+    if match and match[1].lower() == "file":
+        text = text[len("file://") :]
+    elif match:
+        raise ValueError(
+            f"root={text!r}: this version stores on local and mounted file systems only; give a path"
+        )
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def resolve_name(name: str | None, root: str | None) -> str | None:
+    """Folder name of the memory namespace; None for anonymous memory (neither name nor root)."""
+    if name is None:
+        return None if root is None else xxhash.xxh3_64_hexdigest(os.path.realpath(root).encode())
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a non-empty string, got {name!r}")
+    safe = quote(name, safe=" +=@,")
+    if safe in (".", "..") or len(safe) > _MAX_NAME:
+        safe = "name-" + xxhash.xxh3_128_hexdigest(name.encode())
+    return safe
+
+
+def info_of(manifest: Manifest, tiers: tuple[str, ...]) -> SnapshotInfo:
+    """Describe a committed snapshot."""
+    return SnapshotInfo(
+        step=manifest.step,
+        id=manifest.id.name,
+        tiers=tiers,
+        nbytes=manifest.nbytes,
+        created=manifest.created,
+        pinned=False,
+        metadata=manifest.metadata,
+    )
+
+
+def list_session(session: Session) -> list[SnapshotInfo]:
+    """Restorable snapshots as this rank knows them, oldest first; asks no other rank."""
+    readable = set(session.memory.ids())
+    with session.lock:
+        found = {i: info for i, info in session.complete.items() if i in readable}
+    for manifest in session.catalog.committed() if session.catalog else ():
+        tiers = ("memory", "root") if manifest.id in found else ("root",)
+        found[manifest.id] = info_of(manifest, tiers)
+    return [found[i] for i in sorted(found, key=lambda i: i.order)]
+
+
+def list_snapshots(root: str | os.PathLike[str]) -> list[SnapshotInfo]:
+    """Committed snapshots in a root folder, oldest first. Read-only; needs no store, ranks or torch.
+
+    Raises:
+        ValueError: `root` is not a path.
+        TierError: The folder cannot be read.
+    """
+    resolved = resolve_root(root)
+    if resolved is None:
+        raise ValueError("root must be a path")
+    catalog = Catalog(DiskTier(resolved, name="root", ops=FileOps()))
+    return [info_of(manifest, ("root",)) for manifest in catalog.committed()]

@@ -1,0 +1,212 @@
+"""One rank's part of a candidate: from the nearest tier whose copy is whole, verified in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardstore.engine.catalog import check_identity, read_sealed_header
+from shardstore.errors import (
+    CorruptSnapshotError,
+    FormatError,
+    ShardStoreError,
+    TierError,
+    TopologyMismatchError,
+)
+from shardstore.format.records import Manifest, ShardHeader
+from shardstore.format.shardfile import ShardLayout, digest_of
+from shardstore.state.restore import RestorePlan, match_state
+from shardstore.state.staging import views
+from shardstore.tiers.base import ShardReader
+
+if TYPE_CHECKING:
+    from shardstore.engine.choose import Candidate
+    from shardstore.engine.restore import RestoreOptions
+    from shardstore.engine.session import Session
+
+
+@dataclass(eq=False, slots=True)
+class Loaded:
+    """A verified shard and the plan that fills live state from it."""
+
+    header: ShardHeader
+    plan: RestorePlan
+    tier: str
+    resources: contextlib.ExitStack
+
+    def close(self) -> None:
+        """Give buffers and readers back; nothing live refers to them."""
+        self.resources.close()
+
+
+def load_shard(
+    session: Session,
+    state: Mapping[str, object],
+    candidate: Candidate,
+    options: RestoreOptions,
+) -> Loaded:
+    """Compare, read, verify and allocate everything for one candidate. Live state is not touched.
+
+    Raises:
+        StateMismatchError: It does not fit the live state or topology.
+        CorruptSnapshotError, FormatError, TierError: No tier has a whole copy of this rank's shard.
+    """
+    manifest = _read_manifest(session, candidate)
+    if candidate.world_size != session.world_size:
+        raise TopologyMismatchError(
+            f"snapshot {candidate.id} was saved by {candidate.world_size} ranks, this job has "
+            f"{session.world_size}: a restore needs the topology of the save. To load it into another "
+            "one, point torch.distributed.checkpoint's HuggingFaceStorageReader at its folder.",
+            saved=f"{candidate.world_size} ranks",
+            current=f"{session.world_size} ranks",
+        )
+    problems: list[ShardStoreError] = []
+    for reader in _sources(session, candidate, problems):
+        stack = contextlib.ExitStack()
+        try:
+            stack.enter_context(reader)
+            return _load_from(session, reader, state, candidate, manifest, options, stack)
+        except (CorruptSnapshotError, FormatError, TierError) as error:
+            stack.close()
+            problems.append(error)
+            session.warn("%s", error)
+        except BaseException:
+            stack.close()
+            raise
+    if len(problems) == 1:
+        raise problems[0]
+    where = "".join(f"\n  - {problem}" for problem in problems)
+    raise CorruptSnapshotError(
+        f"no readable copy of rank {session.rank} of {candidate.id}:{where}",
+        tier=getattr(problems[-1], "tier", None) if problems else None,
+        file=getattr(problems[-1], "file", None) if problems else None,
+        tensor=getattr(problems[-1], "tensor", None) if problems else None,
+    )
+
+
+def _read_manifest(session: Session, candidate: Candidate) -> Manifest | None:
+    if not candidate.is_committed or session.catalog is None:
+        return None
+    entry = session.catalog.entry(candidate.id)
+    if entry.manifest is None or entry.state != "committed":
+        raise CorruptSnapshotError(
+            f"{candidate.id}: the manifest that rank 0 read is {entry.state} here. {entry.problem}",
+            tier="root", file="manifest.json",
+        )  # fmt: skip
+    return entry.manifest
+
+
+def _sources(
+    session: Session, candidate: Candidate, problems: list[ShardStoreError]
+) -> Iterator[ShardReader]:
+    """Readers of this rank's shard, near to far."""
+    memory = session.memory.open_shard(candidate.id)
+    if memory is not None:
+        yield memory
+    if session.catalog is not None:
+        try:
+            yield session.catalog.tier.open_shard(candidate.id, session.rank)
+        except TierError as error:
+            problems.append(error)
+
+
+def _load_from(
+    session: Session,
+    reader: ShardReader,
+    state: Mapping[str, object],
+    candidate: Candidate,
+    manifest: Manifest | None,
+    options: RestoreOptions,
+    stack: contextlib.ExitStack,
+) -> Loaded:
+    sealed = read_sealed_header(reader)
+    header = sealed.header
+    check_identity(header, candidate.id, session.rank, source=reader.source)
+    if manifest is not None:
+        _check_entry(manifest, session.rank, sealed.digest, reader)
+    plan = match_state(
+        state,
+        header,
+        rank=session.rank,
+        world_size=session.world_size,
+        strict=options.strict,
+        partial=options.partial,
+    )
+    layout = sealed.layout
+    assert layout is not None
+    data = _bytes_of(session, reader, layout, plan.needed, stack)
+    for index in plan.needed:
+        _verify(header, layout, index, data, reader)
+        start, stop = layout.spans[index]
+        session.coordinator.progress(stop - start)
+    tensors = views(data, layout, header.table, header.pieces)
+    plan.prepare({index: tensors[index] for index in plan.needed})
+    return Loaded(header, plan, reader.tier, stack)
+
+
+def _check_entry(manifest: Manifest, rank: int, digest: str, reader: ShardReader) -> None:
+    entry = manifest.shards[rank]
+    if entry.header_digest != digest or entry.nbytes != reader.nbytes:
+        raise CorruptSnapshotError(
+            f"{reader.source} is not the file that the manifest lists: header digest {digest} and "
+            f"{reader.nbytes:,} bytes, expected {entry.header_digest} and {entry.nbytes:,}",
+            tier=reader.tier, file=reader.source,
+            expected=entry.header_digest, actual=digest,
+        )  # fmt: skip
+
+
+def _bytes_of(
+    session: Session,
+    reader: ShardReader,
+    layout: ShardLayout,
+    needed: tuple[int, ...],
+    stack: contextlib.ExitStack,
+) -> memoryview:
+    """The file's bytes in host memory; only the needed spans are filled."""
+    mapped = reader.read(0, reader.nbytes) if reader.tier == "memory" else None
+    if isinstance(mapped, memoryview):
+        return mapped
+    slot = session.memory.scratch(reader.nbytes)
+    stack.callback(session.memory.abandon_slot, slot)
+    for start, stop in _merged(layout, needed):
+        got = reader.read_into(slot.view[start:stop], start)
+        session.coordinator.progress(got)
+        if got != stop - start:
+            raise CorruptSnapshotError(
+                f"{reader.source} ends at byte {start + got:,}, expected {layout.nbytes:,}: truncated",
+                tier=reader.tier, file=reader.source,
+            )  # fmt: skip
+    return slot.view
+
+
+def _merged(layout: ShardLayout, needed: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Spans to read, in file order, neighbours joined."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(layout.spans[index] for index in needed):
+        if start == stop:
+            continue
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _verify(
+    header: ShardHeader, layout: ShardLayout, index: int, data: memoryview, reader: ShardReader
+) -> None:
+    piece = header.pieces[index]
+    if not piece.key:
+        return  # an alias: its bytes are another row's
+    start, stop = layout.spans[index]
+    actual = digest_of(data[start:stop])
+    if actual != piece.digest:
+        name = ".".join(header.table[index].path)
+        raise CorruptSnapshotError(
+            f"{reader.source}: tensor {name} of rank {header.rank} is damaged: its bytes have digest "
+            f"{actual}, {piece.digest} were saved",
+            tier=reader.tier, file=reader.source, tensor=name,
+            expected=piece.digest, actual=actual,
+        )  # fmt: skip

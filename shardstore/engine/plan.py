@@ -1,0 +1,101 @@
+"""Plan one shard file: header, layout and the room for the header, before anything is copied."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from shardstore.engine.session import Session
+from shardstore.errors import UnsupportedStateError
+from shardstore.format.records import FORMAT_VERSION, ShardHeader
+from shardstore.format.shardfile import ShardLayout, header_nbytes, plan_layout, table_digest
+from shardstore.state.flatten import FlatState
+
+_WIDEST_RUN: Final = 0xFFFFFFFF
+_MAX_STEP: Final = 10**18
+
+
+def plan_shard(
+    session: Session,
+    flat: FlatState,
+    *,
+    step: int,
+    count: int,
+    persist: bool,
+    created: float,
+    metadata: object,
+    room: int,
+) -> tuple[ShardHeader, ShardLayout]:
+    """Lay out this rank's file. The run number and the digests come later; their width is planned.
+
+    Args:
+        session: This rank's session.
+        flat: What is to be stored.
+        step: Step, checked.
+        count: Save count.
+        persist: Whether it goes beyond memory.
+        created: Seconds since the epoch.
+        metadata: JSON value, checked.
+        room: `data_start` of the previous file: kept if the new header fits, so that slots are reused.
+    """
+    header = ShardHeader(
+        format=FORMAT_VERSION,
+        step=step,
+        run=_WIDEST_RUN,
+        count=count,
+        nonce=session.nonce,
+        rank=session.rank,
+        world_size=session.world_size,
+        created=created,
+        host=session.host,
+        persist=persist,
+        meshes=flat.meshes,
+        coordinates=flat.coordinates,
+        table=flat.table,
+        table_digest=table_digest(flat.table),
+        pieces=flat.pieces,
+        leaves=flat.leaves,
+        metadata=metadata,
+        writer=session.writer,
+    )
+    layout = plan_layout(flat.table, flat.pieces, header_nbytes(header), room)
+    return header, layout
+
+
+def check_step(step: object) -> int:
+    """Validate a step.
+
+    Raises:
+        ValueError: Not an integer from 0 on.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ValueError(f"step must be an integer, got {step!r} ({type(step).__name__})")
+    number = int(step.__index__())
+    if not 0 <= number < _MAX_STEP:
+        raise ValueError(f"step must be at least 0 and below 10^18, got {number}")
+    return number
+
+
+def check_metadata(metadata: object, path: str = "metadata") -> object:
+    """Validate user metadata: what JSON can hold, exactly.
+
+    Raises:
+        UnsupportedStateError: Names the value that JSON cannot hold.
+    """
+    if metadata is None or isinstance(metadata, bool | str):
+        return metadata
+    if isinstance(metadata, float) and math.isfinite(metadata):
+        return metadata
+    if isinstance(metadata, int) and -(1 << 63) <= metadata < 1 << 64:
+        return metadata
+    if type(metadata) in (list, tuple):
+        return [check_metadata(item, f"{path}[{i}]") for i, item in enumerate(metadata)]  # type: ignore[var-annotated, arg-type]
+    if type(metadata) is dict and all(isinstance(key, str) for key in metadata):
+        return {key: check_metadata(value, f"{path}.{key}") for key, value in metadata.items()}
+    raise UnsupportedStateError(
+        f"{path} is {metadata!r:.80} ({type(metadata).__name__}): metadata must be JSON, so finite "
+        "numbers, strings, booleans, None, lists, and dicts with string keys. Write tensors as "
+        ".item(), nan as a string.",
+        path=path,
+        type=type(metadata).__qualname__,
+    )

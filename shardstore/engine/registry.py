@@ -1,0 +1,63 @@
+"""Stores open in this process: a second one of the same name takes over, and exit leaves none behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import Final, Protocol
+
+
+class Leavable(Protocol):
+    """What the registry needs of a store."""
+
+    def take_leave(self, why: str) -> None:
+        """Stop taking calls, finish own spills, wait for no rank, keep memory."""
+        ...
+
+    def leave_at_exit(self) -> None:
+        """The interpreter ends."""
+        ...
+
+
+_open: Final[dict[tuple[str, str], weakref.ref[Leavable]]] = {}
+_all: Final[weakref.WeakSet[Leavable]] = weakref.WeakSet()
+
+
+def register(store: Leavable, memory_dir: str, name: str | None) -> None:
+    """Remember an open store."""
+    _all.add(store)
+    if name is not None:
+        _open[(memory_dir, name)] = weakref.ref(store)
+
+
+def unregister(store: Leavable) -> None:
+    """Forget a store that was left."""
+    _all.discard(store)
+    for key in [key for key, ref in _open.items() if ref() in (store, None)]:
+        del _open[key]
+
+
+def take_over(memory_dir: str, name: str | None) -> None:
+    """Make an earlier store of the same name in this process leave, so that its files can be adopted."""
+    if name is None:
+        return
+    ref = _open.pop((memory_dir, name), None)
+    earlier = ref() if ref is not None else None
+    if earlier is not None:
+        earlier.take_leave("another store of the same name took over in this process")
+
+
+@atexit.register
+def _leave_all() -> None:
+    for store in list(_all):
+        store.leave_at_exit()
+
+
+def _forget_after_fork() -> None:
+    """A forked child owns no store of its parent."""
+    _open.clear()
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,376 @@
+"""Restore (P5): agree on one snapshot, read and verify all of it, vote, and only then touch live state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory, Nothing, Skip
+from shardstore.engine.load import Loaded, load_shard
+from shardstore.engine.session import Failure, Session, failure_of
+from shardstore.engine.verdicts import (
+    Ask,
+    Note,
+    Verdict,
+    Vote,
+    merge_notes,
+    note_of,
+    raise_note,
+)
+from shardstore.errors import (
+    CoordinationError,
+    CorruptSnapshotError,
+    FormatError,
+    FormatVersionError,
+    TierError,
+    UnsupportedStateError,
+)
+from shardstore.state.guards import check_boundary
+
+_NOT_FOUND: Final = (
+    "no snapshot was ever committed in {where}{of_step}. Pass required=False to start fresh, or check "
+    "root=, name= and memory_dir=."
+)
+
+
+class RestoreReport(msgspec.Struct, frozen=True):
+    """What a restore did; equal on all ranks but for the seconds. Prints as one line."""
+
+    step: int
+    id: str
+    metadata: object
+    """Rank 0's, as given to `save`."""
+    tier: str
+    """Which tiers the ranks read from, in words."""
+    duration_s: float
+    skipped: tuple[Skip, ...]
+    """Newer snapshots that were passed over, and why."""
+    missing: tuple[str, ...]
+    """Names of the live state that the snapshot lacks (strict=False)."""
+    unexpected: tuple[str, ...]
+    """Names of the snapshot that were not asked for."""
+    uncovered: tuple[str, ...]
+    """Non-persistent buffers: never stored, so left as they are."""
+    num_tensors: int
+    """Tensors that this rank filled."""
+    agree_s: float
+    verify_s: float
+    """Read, compare, verify and allocate, until all ranks had voted."""
+    copy_s: float
+
+    def __str__(self) -> str:
+        text = f"step {self.step} from {self.tier} in {self.duration_s:.1f} s"
+        for skip in self.skipped:
+            text += f"; skipped {skip.step}: {skip.reason.splitlines()[0]}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """The arguments of `SnapshotStore.restore`."""
+
+    step: int | None = None
+    required: bool = True
+    partial: bool = False
+    strict: bool = True
+    fallback: bool = True
+
+
+class Restorer:
+    """One restore, step by step; every rank runs one at the same time, under the same name."""
+
+    def __init__(
+        self,
+        session: Session,
+        state: Mapping[str, object],
+        options: RestoreOptions,
+        *,
+        name: str,
+        where: str,
+        problem: BaseException | None = None,
+    ) -> None:
+        """Prepare only.
+
+        Args:
+            session: This rank's session.
+            state: What to fill.
+            options: The caller's arguments.
+            name: Unique to this restore and equal on all ranks.
+            where: Root or namespace, for messages.
+            problem: Why this rank cannot take part; all ranks raise its like.
+        """
+        self._session = session
+        self._state = state
+        self._options = options
+        self._name = name
+        self._where = where
+        self._chooser: Chooser | None = None
+        self._loaded: Loaded | None = None
+        self._refused_by = problem
+        self.has_touched_state = False
+
+    def run(self, count: int) -> tuple[RestoreReport | None, int]:
+        """Do it. Returns the report, None if there is no snapshot, and the count to go on from.
+
+        Raises:
+            ShardStoreError: See `SnapshotStore.restore`; the same class on every rank.
+        """
+        started = time.monotonic()
+        holds_retention = self._session.rank == 0
+        if holds_retention:
+            self._session.retention_lock.acquire()
+        try:
+            verdict = self._first_verdict(count)
+            agreed = time.monotonic()
+            new_count = verdict.count
+            attempt = 0
+            while verdict.action == "try":
+                assert verdict.candidate is not None
+                verdict = self._attempt(verdict.candidate, attempt)
+                attempt += 1
+            if verdict.action != "apply":
+                return self._nothing(verdict), new_count
+            verified = time.monotonic()
+            assert verdict.candidate is not None
+            self._apply(verdict.candidate, attempt)
+            ended = time.monotonic()
+            times = (agreed - started, verified - agreed, ended - verified)
+            return self._report(verdict, verdict.candidate, times), new_count
+        finally:
+            self._drop()
+            if holds_retention:
+                self._session.retention_lock.release()
+
+    # ------------------------------------------------------------------- agree
+
+    def _first_verdict(self, count: int) -> Verdict:
+        problem, inventory = None, Inventory()
+        try:
+            if self._refused_by is not None:
+                raise self._refused_by
+            if not isinstance(self._state, Mapping):
+                raise UnsupportedStateError(
+                    f"restore needs a mapping of names to objects, got {type(self._state).__name__}: "
+                    'write {"model": model}',
+                    type=type(self._state).__qualname__,
+                )
+            check_boundary(self._state)
+            inventory = take_inventory(self._session)
+        except BaseException as error:  # noqa: BLE001 - every rank must hear of it
+            problem, self._refused_by = note_of(error, self._session.rank), error
+        options = self._options
+        ask = Ask(
+            options.step, options.required, options.partial, options.strict, options.fallback,
+            count, inventory, problem,
+        )  # fmt: skip
+        decided = self._session.coordinator.gather_decide(
+            f"{self._name}/ask",
+            msgspec.json.encode(ask),
+            self._choose_first,
+            phase="restore: agreeing on a snapshot",
+        )
+        return msgspec.json.decode(decided, type=Verdict)
+
+    def _choose_first(self, values: list[bytes]) -> bytes:
+        """On rank 0: compare what the ranks ask, and choose the first candidate."""
+        asks = [msgspec.json.decode(value, type=Ask) for value in values]
+        count = max(ask.count for ask in asks)
+        problems = [(rank, ask.problem) for rank, ask in enumerate(asks) if ask.problem]
+        if problems:
+            verdict = Verdict("raise", note=merge_notes(problems), count=count)
+        elif any(ask.arguments != asks[0].arguments for ask in asks):
+            shown = "; ".join(
+                f"rank {rank}: step={a.step}, required={a.required}, partial={a.partial}, "
+                f"strict={a.strict}, fallback={a.fallback}"
+                for rank, a in enumerate(asks)
+                if rank == 0 or a.arguments != asks[0].arguments
+            )
+            note = Note("coordination", f"ranks called restore with different arguments: {shown}")
+            verdict = Verdict("raise", note=note, count=count)
+        else:
+            self._chooser = Chooser(
+                [ask.inventory for ask in asks], self._session.catalog, step=self._options.step
+            )
+            verdict = msgspec.structs.replace(self._next_candidate(), count=count)
+        return msgspec.json.encode(verdict)
+
+    def _next_candidate(self) -> Verdict:
+        """On rank 0: the next candidate, or the error that ends the search."""
+        assert self._chooser is not None
+        found = self._chooser.next()
+        skipped = tuple(self._chooser.skipped)
+        if isinstance(found, Candidate):
+            if skipped and not self._options.fallback:
+                return Verdict("raise", note=_corrupt_note(skipped), skipped=skipped)
+            return Verdict("try", candidate=found, skipped=skipped)
+        if found.kind == "unreadable":
+            message = (
+                f"snapshots exist in {self._where}, but none of them can be read:\n{found.detail}"
+            )
+            return Verdict("raise", note=Note("corrupt", message), skipped=skipped)
+        return Verdict("absent", note=self._absent_note(found), skipped=skipped)
+
+    def _absent_note(self, _found: Nothing) -> Note:
+        step = self._options.step
+        of_step = "" if step is None else f" at step {step}"
+        return Note("absent", _NOT_FOUND.format(where=self._where, of_step=of_step))
+
+    def _nothing(self, verdict: Verdict) -> None:
+        assert verdict.note is not None
+        if verdict.action == "absent" and not self._options.required:
+            self._session.log("nothing to restore: %s", verdict.note.message)
+            return
+        raise_note(verdict.note, step=self._options.step, cause=self._refused_by)
+
+    # ----------------------------------------------------------------- attempt
+
+    def _attempt(self, candidate: Candidate, attempt: int) -> Verdict:
+        """Read and verify one candidate on this rank, then vote."""
+        self._drop()
+        vote = self._load(candidate)
+        decided = self._session.coordinator.gather_decide(
+            f"{self._name}/vote/{attempt}",
+            msgspec.json.encode(vote),
+            lambda values: self._count_votes(candidate, values),
+            phase=f"restore of step {candidate.id.step}: reading and verifying",
+        )
+        return msgspec.json.decode(decided, type=Verdict)
+
+    def _load(self, candidate: Candidate) -> Vote:
+        session = self._session
+        try:
+            self._loaded = load_shard(session, self._state, candidate, self._options)
+        except FormatVersionError as error:
+            self._refused_by = error
+            return Vote(refusal=note_of(error, session.rank))
+        except (CorruptSnapshotError, FormatError, TierError) as error:
+            session.warn("%s cannot be restored from: %s", candidate.id, error)
+            session.damaged.add(candidate.id)
+            return Vote(damage=note_of(error, session.rank))
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it
+            self._refused_by = error
+            return Vote(refusal=note_of(error, session.rank))
+        metadata = self._loaded.header.metadata if session.rank == 0 else None
+        return Vote(tier=self._loaded.tier, metadata=metadata)
+
+    def _count_votes(self, candidate: Candidate, values: list[bytes]) -> bytes:
+        """On rank 0: apply, pass over, or refuse."""
+        assert self._chooser is not None
+        votes = [msgspec.json.decode(value, type=Vote) for value in values]
+        refusals = [(rank, vote.refusal) for rank, vote in enumerate(votes) if vote.refusal]
+        damages = [(rank, vote.damage) for rank, vote in enumerate(votes) if vote.damage]
+        if refusals:
+            verdict = Verdict("raise", note=merge_notes(refusals))
+        elif damages:
+            note = merge_notes(damages)
+            self._chooser.skip(candidate, note.message)
+            if self._options.fallback:
+                verdict = self._next_candidate()
+                if verdict.action == "raise" and verdict.note is not None:
+                    note = msgspec.structs.replace(note, message=verdict.note.message)
+                    verdict = msgspec.structs.replace(verdict, note=note)
+            else:
+                verdict = Verdict("raise", note=msgspec.structs.replace(note, kind="corrupt"))
+        else:
+            tiers: dict[str, int] = {}
+            for vote in votes:
+                tiers[vote.tier] = tiers.get(vote.tier, 0) + 1
+            verdict = Verdict(
+                "apply",
+                candidate=candidate,
+                skipped=tuple(self._chooser.skipped),
+                tiers=tiers,
+                metadata=votes[0].metadata,
+            )
+        return msgspec.json.encode(verdict)
+
+    # ------------------------------------------------------------------- apply
+
+    def _apply(self, candidate: Candidate, attempt: int) -> None:
+        """Touch live state; then the barrier. A failure on any rank is told on all."""
+        session, failure, error = self._session, None, None
+        assert self._loaded is not None
+        self.has_touched_state = True
+        try:
+            self._loaded.plan.apply()
+        except BaseException as raised:  # noqa: BLE001 - the others must hear of it first
+            failure, error = failure_of(raised, session.rank), raised
+        decided = session.coordinator.gather_decide(
+            f"{self._name}/applied/{attempt}",
+            msgspec.json.encode(failure),
+            _first_failure,
+            phase=f"restore of step {candidate.id.step}: the barrier after copying",
+        )
+        first = msgspec.json.decode(decided, type=Failure | None)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if first is not None:
+            raise CoordinationError(
+                f"restore of step {candidate.id.step} failed while live state was being filled: the "
+                f"state is partly applied and must not be trained on. First cause, {first.describe()}",
+                failed_ranks=first.failed_ranks or (first.rank,),
+                phase="restore: copying into live state",
+            ) from error
+        session.memory.set_newest_complete(candidate.id)
+
+    def _report(
+        self, verdict: Verdict, candidate: Candidate, times: tuple[float, float, float]
+    ) -> RestoreReport:
+        assert self._loaded is not None
+        plan = self._loaded.plan
+        parts = [
+            f"{tier} ({num} rank{'s' if num > 1 else ''})"
+            for tier, num in sorted(verdict.tiers.items())
+        ]
+        report = RestoreReport(
+            step=candidate.id.step,
+            id=candidate.id.name,
+            metadata=verdict.metadata,
+            tier=", ".join(parts),
+            duration_s=sum(times),
+            skipped=verdict.skipped,
+            missing=plan.missing,
+            unexpected=plan.unexpected,
+            uncovered=plan.uncovered,
+            num_tensors=plan.num_tensors,
+            agree_s=times[0],
+            verify_s=times[1],
+            copy_s=times[2],
+        )
+        self._session.log("restored %s", report)
+        return report
+
+    def _drop(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+
+
+def _first_failure(values: list[bytes]) -> bytes:
+    """The lowest rank's failure, or null."""
+    return next((value for value in values if value != b"null"), b"null")
+
+
+def _corrupt_note(skipped: tuple[Skip, ...]) -> Note:
+    reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in skipped)
+    return Note("corrupt", f"the newest snapshot cannot be read and fallback=False: {reasons}")
+
+
+def take_inventory(session: Session) -> Inventory:
+    """What this rank can offer from memory, headers checked."""
+    holdings = []
+    for snapshot_id in session.memory.ids():
+        try:
+            found = session.memory.read_header(snapshot_id)
+        except (FormatError, CorruptSnapshotError) as error:
+            session.warn("%s", error)
+            session.damaged.add(snapshot_id)
+            continue
+        if found is not None and found[0].id == snapshot_id:
+            world_size = found[0].world_size
+            known = snapshot_id in session.complete or snapshot_id in session.marked
+            holdings.append(Holding(snapshot_id, world_size, is_complete=known))
+    return Inventory(tuple(holdings), tuple(session.marked), tuple(session.aborted))

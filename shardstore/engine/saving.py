@@ -1,0 +1,325 @@
+"""From a staged slot to a committed snapshot: seal, spill, complete, commit; one worker thread each.
+
+Sealing never waits for a spill, and neither waits for another rank. Joint steps (complete, outcome) run
+on threads of their own, over the coordinator, never over a process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from shardstore.engine.commit import (
+    Outcome,
+    agree_complete,
+    commit_on_rank_0,
+    fail_key,
+    settle_elsewhere,
+)
+from shardstore.engine.entries import post_entry
+from shardstore.engine.failures import Failures, save_failed
+from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.retention import plan_deletions
+from shardstore.engine.runs import RunNumber
+from shardstore.engine.session import (
+    Failure,
+    PendingSave,
+    Session,
+    failure_of,
+)
+from shardstore.engine.workers import Worker
+from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
+from shardstore.format.records import SnapshotId, TensorPiece
+from shardstore.format.shardfile import digest_of, encode_header
+from shardstore.tiers.adoption import free_absent_ranks
+from shardstore.tiers.fileops import FileOps
+
+_SMALL_JOIN_S: Final = 5.0
+
+
+class SavePipeline:
+    """The background of one rank. `submit` hands over a save; its futures tell the rest."""
+
+    def __init__(self, session: Session, failures: Failures, ops: FileOps) -> None:
+        """No thread runs before the first save."""
+        self._session = session
+        self._failures = failures
+        self._ops = ops
+        self._run = RunNumber(session)
+        self._has_freed_absent = False
+        self._pending: list[PendingSave] = []
+        self._lock = threading.Lock()
+        self._sealer: Worker[PendingSave] = Worker("seal", self._seal)
+        self._spiller: Worker[PendingSave] = Worker("spill", self._spill)
+        self._completer: Worker[PendingSave] = Worker("complete", self._complete)
+        self._committer: Worker[PendingSave] = Worker("commit", self._commit)
+        self._workers = (self._sealer, self._spiller, self._completer, self._committer)
+
+    def submit(self, save: PendingSave) -> None:
+        """Take a save: staged, or with `error` set. Every rank submits every save that it enters."""
+        with self._lock:
+            self._pending = [p for p in self._pending if not p.settled.is_set()]
+            self._pending.append(save)
+        self._sealer.submit(save)
+
+    @property
+    def pending(self) -> list[PendingSave]:
+        """Saves that are not settled yet, oldest first."""
+        with self._lock:
+            return [p for p in self._pending if not p.settled.is_set()]
+
+    # -------------------------------------------------------------------- seal
+
+    def _seal(self, save: PendingSave) -> None:
+        try:
+            run = self._run.ensure(save.count)
+            save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
+            if save.error is not None:
+                raise save.error
+            self._build(save)
+        except BaseException as error:  # noqa: BLE001 - also a KeyboardInterrupt that save() raised
+            if save.slot is not None:
+                self._session.memory.abandon_slot(save.slot)
+            self._report(save, error)
+        finally:
+            save.sealed.set()
+            self._completer.submit(save)
+            self._spiller.submit(save)
+        if save.layout is not None:
+            self._session.memory.prepare(save.layout.nbytes)
+
+    def _build(self, save: PendingSave) -> None:
+        slot, header, layout = save.slot, save.header, save.layout
+        assert slot is not None
+        assert header is not None
+        assert layout is not None
+        assert save.id is not None
+        self._ops.point("digest")
+        pieces = tuple(
+            self._digested(piece, slot.view[start:stop]) if piece.key else piece
+            for piece, (start, stop) in zip(header.pieces, layout.spans, strict=True)
+        )
+        header = msgspec.structs.replace(header, run=save.id.run, pieces=pieces)
+        data = encode_header(header, layout)
+        self._ops.point("seal")
+        self._session.memory.seal(slot, save.id, data, kept=not save.persist)
+        save.header = header
+        self._ops.point("post sealed")
+        post_entry(self._session.coordinator, save.count, header, layout.nbytes, data)
+
+    def _digested(self, piece: TensorPiece, data: memoryview) -> TensorPiece:
+        digest = digest_of(data)
+        self._session.coordinator.progress(len(data))
+        return TensorPiece(piece.key, piece.offsets, piece.sizes, piece.device, digest)
+
+    def _report(self, save: PendingSave, error: BaseException) -> None:
+        """Tell all ranks that this one failed; the first cause stands."""
+        failure = failure_of(error, self._session.rank)
+        try:
+            self._session.coordinator.propose(fail_key(save), msgspec.json.encode(failure))
+        except CoordinationError as unreachable:
+            self._session.warn(
+                "%s failed (%s) and it cannot be told: %s", save.label, error, unreachable
+            )
+
+    # ------------------------------------------------------------------- spill
+
+    def _spill(self, save: PendingSave) -> None:
+        session = self._session
+        try:
+            if session.catalog is None or not save.persist or save.id is None or save.error:
+                return
+            reader = session.memory.open_shard(save.id)
+            if reader is None:
+                return  # the save failed meanwhile
+            with reader:
+                self._ops.point("spill")
+                data = reader.read(0, reader.nbytes)
+                session.catalog.tier.put(save.id, session.rank, data, session.coordinator.progress)
+                data.release()
+            self._ops.point("post durable")
+            session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
+        except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
+            self._report(save, error)
+        finally:
+            save.spilled.set()
+
+    # ---------------------------------------------------------------- complete
+
+    def _complete(self, save: PendingSave) -> None:
+        """Learn whether all ranks sealed: one write-once key. P moves; without a root that is all."""
+        session = self._session
+        try:
+            save.failure = agree_complete(session, save)
+        except Exception as error:  # noqa: BLE001 - the outcome is unknown here
+            self._finish_unknown(save, error)
+            save.settled.set()
+            return
+        if save.failure is None and save.id is not None:
+            session.know_complete(self._info(save), save.id)
+            self._free_absent_ranks()
+        if session.catalog is None or not save.persist:
+            self._finish_in_memory(save, save.failure)
+            save.settled.set()
+        else:
+            self._committer.submit(save)
+
+    def _free_absent_ranks(self) -> None:
+        """Once per run, by the host's lowest rank: memory of ranks that moved to other hosts."""
+        session = self._session
+        if self._has_freed_absent or session.memory.folder is None:
+            return
+        self._has_freed_absent = True
+        if session.rank == min(session.local_ranks):
+            try:
+                free_absent_ranks(
+                    session.memory.folder, local_ranks=session.local_ranks, ops=self._ops
+                )
+            except ShardStoreError as error:
+                session.warn("%s", error)
+
+    def _finish_in_memory(self, save: PendingSave, failure: Failure | None) -> None:
+        if failure is not None or save.id is None:
+            self._finish_failed(save, failure or Failure(self._session.rank, "no run number"))
+            return
+        try:
+            self._session.memory.mark_complete(save.id)
+        except ShardStoreError as error:
+            self._session.warn("%s", error)
+        if self._session.catalog is None and save.persist:
+            with self._session.lock:
+                persisted = [i for i in self._session.complete if self._counts(i)]
+            for old in plan_deletions(persisted, self._session.keep):
+                self._session.forget(old)
+        self._finish_committed(save)
+
+    def _counts(self, snapshot_id: SnapshotId) -> bool:
+        return not self._session.memory.is_kept(snapshot_id)
+
+    # ------------------------------------------------------------------ commit
+
+    def _commit(self, save: PendingSave) -> None:
+        try:
+            self._learn_outcome(save)
+        finally:
+            save.settled.set()
+
+    def _learn_outcome(self, save: PendingSave) -> None:
+        session = self._session
+        try:
+            if session.rank == 0:
+                outcome = commit_on_rank_0(session, save)
+            else:
+                outcome = settle_elsewhere(session, save)
+        except Exception as error:  # noqa: BLE001 - the outcome is unknown here
+            self._finish_unknown(save, error)
+            return
+        if outcome.failure is not None:
+            self._finish_failed(save, outcome.failure)
+            return
+        assert save.id is not None
+        session.memory.mark_safe(save.id)
+        for released in outcome.released:
+            session.forget(released)
+        self._finish_committed(save, outcome)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Retention, second half: the bytes of what is off the list."""
+        session = self._session
+        if session.catalog is None or session.rank != 0:
+            return
+        with session.retention_lock:
+            try:
+                self._ops.point("remove old")
+                session.catalog.remove_aborted()
+            except (ShardStoreError, OSError) as error:
+                session.warn("an old snapshot could not be removed, it is tried again: %s", error)
+
+    # ------------------------------------------------------------------ finish
+
+    def _info(self, save: PendingSave, *, tiers: tuple[str, ...] = ("memory",)) -> SnapshotInfo:
+        assert save.id is not None
+        nbytes = save.layout.nbytes if save.layout else 0
+        return SnapshotInfo(
+            step=save.step,
+            id=save.id.name,
+            tiers=tiers,
+            nbytes=nbytes,
+            created=save.created,
+            pinned=False,
+            metadata=save.metadata,
+        )
+
+    def _finish_committed(self, save: PendingSave, outcome: Outcome | None = None) -> None:
+        tiers = ("memory",) if outcome is None else ("memory", "root")
+        info = self._info(save, tiers=tiers)
+        if outcome is not None:
+            info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
+        self._session.log("%s is committed (%s)", info.id, ", ".join(tiers))
+        _resolve(lambda: save.committed.set_result(info))
+
+    def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
+        session = self._session
+        if save.id is not None:
+            session.know_failed(save.id)
+        self._failures.add(save, failure)
+        self._clean_up(save)
+        error: ShardStoreError = save_failed(save.step, failure)
+        error.__cause__ = save.error
+        _resolve(lambda: save.committed.set_exception(error))
+
+    def _finish_unknown(self, save: PendingSave, error: BaseException) -> None:
+        unknown = SaveFailedError(
+            f"the outcome of the {save.label} is unknown: {error}. It is committed if a restart lists "
+            "it; this rank's state is untouched.",
+            step=save.step,
+            failed_ranks=getattr(error, "failed_ranks", ()),
+        )
+        unknown.__cause__ = error
+        self._failures.add(save, failure_of(error, self._session.rank))
+        _resolve(lambda: save.committed.set_exception(unknown))
+
+    def _clean_up(self, save: PendingSave) -> None:
+        """Remove what this rank wrote to the root, once its spill is over."""
+        session = self._session
+        if session.catalog is None or save.id is None or not save.persist:
+            return
+        save.spilled.wait(session.timeout_s)
+        try:
+            session.catalog.tier.remove_shard(save.id, session.rank)
+            if session.rank == 0:
+                session.catalog.try_remove(save.id)
+        except (ShardStoreError, OSError) as error:
+            session.warn("%s", error)
+
+    # ----------------------------------------------------------------- leaving
+
+    def stop(self, *, timeout_s: float) -> None:
+        """End the threads after what is queued; callers drained before."""
+        for worker in self._workers:
+            worker.stop()
+            worker.join(timeout_s)
+
+    def stop_own(self, timeout_s: float) -> bool:
+        """Finish this rank's own seals and spills, wait for no rank; False if that took too long."""
+        self._sealer.stop()
+        done = self._sealer.join(timeout_s)
+        self._spiller.stop()
+        done = self._spiller.join(timeout_s) and done
+        for worker in (self._completer, self._committer):
+            worker.stop()
+            worker.join(_SMALL_JOIN_S)
+        return done
+
+
+def _resolve(call: Callable[[], None]) -> None:
+    """Complete a future that close() may have completed before."""
+    try:
+        call()
+    except Exception as error:
+        if type(error).__name__ != "InvalidStateError":
+            raise

@@ -1,0 +1,156 @@
+"""What the parts of the engine share: one rank's tiers, its coordinator, and the joint facts it knows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from shardstore.cluster.coordination import Coordinator
+from shardstore.engine.catalog import Catalog, SealedShard
+from shardstore.engine.listing import SnapshotInfo
+from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
+from shardstore.format.shardfile import ShardLayout
+from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.slots import Slot
+
+_LOG: Final = logging.getLogger("shardstore")
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a save or a phase failed, as one rank tells the others."""
+
+    rank: int
+    cause: str
+    """Type and text of the first cause."""
+    failed_ranks: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        """One line for messages."""
+        return f"rank {self.rank}: {self.cause}"
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Describe an exception of this rank."""
+    ranks = getattr(error, "failed_ranks", ()) or getattr(error, "missing_ranks", ()) or (rank,)
+    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks))
+
+
+@dataclass(eq=False, slots=True)
+class PendingSave:
+    """One save on its way from `save` to its outcome. Filled by one stage after the other."""
+
+    count: int
+    step: int
+    persist: bool
+    created: float
+    metadata: object = None
+    header: ShardHeader | None = None
+    layout: ShardLayout | None = None
+    slot: Slot | None = None
+    id: SnapshotId | None = None
+    error: BaseException | None = None
+    """What `save` raised on this rank."""
+    shards: dict[int, SealedShard] | None = None
+    """All ranks' headers, on rank 0, once all have sealed."""
+    failure: Failure | None = None
+    """Why not all ranks sealed it."""
+    staged: Future[None] = field(default_factory=Future)
+    committed: Future[SnapshotInfo | None] = field(default_factory=Future)
+    sealed: threading.Event = field(default_factory=threading.Event)
+    """This rank's part is sealed, or never will be."""
+    spilled: threading.Event = field(default_factory=threading.Event)
+    """This rank's spill is over, or was not needed."""
+    settled: threading.Event = field(default_factory=threading.Event)
+    """The outcome is known and what it entails (retention, cleaning up) is done here."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages and phases."""
+        return f"save of step {self.step}"
+
+
+@dataclass(eq=False)
+class Session:
+    """One rank's side of a store, between construction and close."""
+
+    coordinator: Coordinator
+    memory: MemoryTier
+    catalog: Catalog | None
+    keep: int | None
+    timeout_s: float
+    writer: dict[str, str]
+    nonce: str
+    host: str = field(default_factory=platform.node)
+    boot_id: str = ""
+    highest_adopted_run: int = 0
+    local_ranks: tuple[int, ...] = (0,)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    complete: dict[SnapshotId, SnapshotInfo] = field(default_factory=dict)
+    """Snapshots known complete in memory on all ranks."""
+    marked: set[SnapshotId] = field(default_factory=set)
+    aborted: set[SnapshotId] = field(default_factory=set)
+    damaged: set[SnapshotId] = field(default_factory=set)
+    tables: dict[str, tuple[TensorRow, ...]] = field(default_factory=dict)
+    """Tensor tables by digest, on rank 0."""
+    retention_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by a restore on rank 0, so that retention deletes no candidate."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the store's group."""
+        return self.coordinator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the store's group."""
+        return self.coordinator.world_size
+
+    def know_complete(self, info: SnapshotInfo, snapshot_id: SnapshotId) -> None:
+        """All ranks have this one in memory: it is the newest that a restart can count on."""
+        with self.lock:
+            self.complete[snapshot_id] = info
+            newest = self.memory.newest_complete
+            if newest is None or snapshot_id.order > newest.order:
+                self.memory.set_newest_complete(snapshot_id)
+
+    def know_failed(self, snapshot_id: SnapshotId) -> None:
+        """This one will never be a snapshot."""
+        with self.lock:
+            self.aborted.add(snapshot_id)
+            self._forget(snapshot_id)
+        self.memory.mark_failed(snapshot_id)
+
+    def forget(self, snapshot_id: SnapshotId) -> None:
+        """This one was deleted: drop this rank's copy."""
+        with self.lock:
+            self.aborted.add(snapshot_id)
+            self.marked.discard(snapshot_id)
+            self._forget(snapshot_id)
+        self.memory.mark_failed(snapshot_id)
+
+    def _forget(self, snapshot_id: SnapshotId) -> None:
+        self.complete.pop(snapshot_id, None)
+        left = max(self.complete, key=lambda i: i.order, default=None)
+        if self.memory.newest_complete == snapshot_id:
+            self.memory.set_newest_complete(left)
+
+    def log(self, message: str, *values: object) -> None:
+        """INFO on rank 0 only."""
+        if self.rank == 0:
+            _LOG.info(message, *values)
+
+    def warn(self, message: str, *values: object) -> None:
+        """WARNING where it happens."""
+        _LOG.warning(f"rank {self.rank}: {message}", *values)
+
+
+def writer_versions() -> dict[str, str]:
+    """Versions to record beside what is written."""
+    return {name: importlib.metadata.version(name) for name in ("shardstore", "torch")}

@@ -1,0 +1,1 @@
+"""Bytes and records: no torch, no I/O. The text is in docs/format.md."""

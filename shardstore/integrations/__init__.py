@@ -1,0 +1,1 @@
+"""Thin adapters to frameworks; nothing else imports them."""

@@ -1,0 +1,139 @@
+"""Local tensors -> a buffer and back: the only step that training waits for.
+
+Copies are bit-exact for every dtype and resolve lazy conjugation and negation. Nothing is allocated
+that grows with the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shardstore.format.layout import ShardLayout
+from shardstore.format.records import TensorPiece, TensorRow
+from shardstore.state.flatten import FlatState
+from shardstore.state.tensors import TORCH_DTYPES
+
+_NO_COPY_KERNEL = frozenset({"float4_e2m1fn_x2"})
+
+
+def views(
+    buffer: memoryview,
+    layout: ShardLayout,
+    table: Sequence[TensorRow],
+    pieces: Sequence[TensorPiece],
+) -> list[torch.Tensor]:
+    """Typed tensors over the spans of a shard file's memory.
+
+    Args:
+        buffer: The whole file, writable. The tensors keep it alive.
+        layout: Where pieces lie in it.
+        table: Rows of the file.
+        pieces: This rank's pieces, parallel to `table`.
+
+    Returns:
+        One tensor per row: contiguous, of the piece's shape; aliases get an empty uint8 tensor.
+    """
+    base = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0).byte()
+    empty = torch.empty(0, dtype=torch.uint8)
+    typed: list[torch.Tensor] = []
+    for row, piece, (start, end) in zip(table, pieces, layout.spans, strict=True):
+        if row.alias_of is not None:
+            typed.append(empty)
+        elif start == end:
+            typed.append(torch.empty(piece.sizes, dtype=TORCH_DTYPES[row.dtype]))
+        else:
+            typed.append(base[start:end].view(TORCH_DTYPES[row.dtype]).view(piece.sizes))
+    return typed
+
+
+def stage(flat: FlatState, views: Sequence[torch.Tensor]) -> None:
+    """Copy this rank's tensors into `views`; live tensors may change once this returns.
+
+    Accelerator tensors are copied on a side stream that waits for the current one, so that pending
+    kernels are part of the snapshot and later ones are not.
+    """
+    pairs = [
+        (view, tensor)
+        for row, tensor, view in zip(flat.table, flat.tensors, views, strict=True)
+        if row.alias_of is None and tensor.numel()
+    ]
+    host = [pair for pair in pairs if pair[1].device.type == "cpu"]
+    devices = {pair[1].device for pair in pairs if pair[1].device.type != "cpu"}
+    with torch.no_grad():
+        streams: list[torch.cuda.Stream] = []
+        for device in devices:
+            mine = [pair for pair in pairs if pair[1].device == device]
+            if device.type == "cuda":
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream(device))
+                streams.append(stream)
+                with torch.cuda.stream(stream):
+                    _copy_all(mine, non_blocking=True)
+            else:
+                _copy_all(mine, non_blocking=False)
+        _copy_all(host, non_blocking=False)
+        for stream in streams:
+            stream.synchronize()
+
+
+def fill(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy sources into live local tensors, which keep memory, strides and identity.
+
+    Returns when the sources may be reused. Live tensors made under inference_mode are filled there.
+    """
+    devices: set[torch.device] = set()
+    with torch.no_grad():
+        for live, source in pairs:
+            if live.device.type == "cuda":
+                devices.add(live.device)
+            target, narrowed = _unexpand(live, source)
+            if target.is_inference():
+                with torch.inference_mode():
+                    copy_exact(target, narrowed)
+            else:
+                copy_exact(target, narrowed, non_blocking=target.device.type == "cuda")
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+
+def is_expanded(live: torch.Tensor) -> bool:
+    """True if several elements share one place in memory through a stride of 0."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)
+    )
+
+
+def fits_expanded(live: torch.Tensor, source: torch.Tensor) -> bool:
+    """True if `source` has equal bytes wherever an expanded `live` has one place for them."""
+    _, narrow = _unexpand(live, source)
+    again = narrow.expand(source.shape).contiguous()
+    if again.numel() == 0:
+        return True
+    raw = again.reshape(-1).view(torch.uint8), source.contiguous().reshape(-1).view(torch.uint8)
+    return bool(torch.equal(*raw))
+
+
+def copy_exact(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy equal dtype and shape, bit for bit."""
+    if target.dtype in _BYTEWISE:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source, non_blocking=non_blocking)
+
+
+_BYTEWISE = frozenset(TORCH_DTYPES[name] for name in _NO_COPY_KERNEL if name in TORCH_DTYPES)
+
+
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool) -> None:
+    for target, source in pairs:
+        copy_exact(target, source, non_blocking=non_blocking)
+
+
+def _unexpand(live: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Narrow both to one element along dims where `live` has a stride of 0."""
+    if 0 in live.stride():
+        for dim, stride in enumerate(live.stride()):
+            if stride == 0 and live.shape[dim] > 1:
+                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    return live, source

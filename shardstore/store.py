@@ -1,0 +1,443 @@
+"""The store: what a trainer calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, overload
+
+from shardstore.engine import registry
+from shardstore.engine.deleting import delete_step
+from shardstore.engine.failures import Failures
+from shardstore.engine.handle import Snapshot
+from shardstore.engine.listing import SnapshotInfo, list_session, resolve_name, resolve_root
+from shardstore.engine.opening import OpenOptions, open_session
+from shardstore.engine.plan import check_step
+from shardstore.engine.restore import RestoreOptions, Restorer, RestoreReport
+from shardstore.engine.retention import check_keep
+from shardstore.engine.saving import SavePipeline
+from shardstore.engine.session import PendingSave
+from shardstore.engine.stager import Stager
+from shardstore.engine.swap import PrivateCopy
+from shardstore.errors import CoordinationTimeoutError, ShardStoreError
+from shardstore.tiers import ownership
+from shardstore.tiers.fileops import current_ops
+from shardstore.tiers.limits import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
+
+_EXIT_WAIT_S: Final = 60.0
+_EXIT_OTHERS_S: Final = 5.0
+
+
+class SnapshotStore:
+    """A store of snapshots of the state of all ranks.
+
+    Every rank opens it and calls `save`, `restore`, `swapped`, `delete` and `warmup` in the same order;
+    the rest is local. One thread calls it. Use it as a context manager: left normally it drains and
+    frees its memory, left by an exception it waits for no rank and keeps memory for the restart.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        memory: int | str = "auto",
+        memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
+        name: str | None = None,
+        keep: int | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        process_group: ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Open the store, and adopt what a dead run of the same name left in memory.
+
+        Args:
+            root: Folder where snapshots are durable, shared by all hosts. None: memory only.
+            memory: Host memory for this rank, "24GiB" or bytes; "auto" is half of what is free,
+                shared among the host's ranks; 0 keeps nothing in memory (needs a root).
+            memory_dir: A tmpfs for the memory tier.
+            name: Namespace under `memory_dir`; default: digest of the root. With neither name nor root,
+                memory is private and ends with the process.
+            keep: How many snapshots to keep; None deletes nothing.
+            on_error: A failed background write raises at the same later call on all ranks, or warns.
+            process_group: Ranks of the store; default: all.
+            timeout_s: Longest wait for a rank that makes no progress, in seconds.
+
+        Raises:
+            ValueError: An argument is off.
+            CoordinationError: Ranks differ in arguments; or WORLD_SIZE > 1 without init_process_group.
+            TierError: `memory_dir` cannot be used.
+        """
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f'on_error must be "raise" or "warn", got {on_error!r}')
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        resolved = resolve_root(root)
+        budget = None if memory == "auto" else parse_bytes(memory, what="memory")
+        if budget == 0 and resolved is None:
+            raise ValueError("memory=0 needs a root: there would be nowhere to keep a snapshot")
+        self._options = OpenOptions(
+            root=resolved,
+            memory_bytes=budget,
+            memory_dir=os.path.abspath(memory_dir),
+            name=resolve_name(name, resolved),
+            keep=check_keep(keep),
+            timeout_s=float(timeout_s),
+        )
+        self._state: Literal["open", "swapped", "closed"] = "open"
+        self._why_closed = "it was closed"
+        self._count = 0
+        self._round = 0
+        ops = current_ops()
+        registry.take_over(self._options.memory_dir, self._options.name)
+        self._session = open_session(self._options, process_group, ops)
+        self._failures = Failures(self._session, only_warn=on_error == "warn")
+        self._pipeline = SavePipeline(self._session, self._failures, ops)
+        self._stager = Stager(self._session, ops)
+        self._restorer: Restorer | None = None
+        self._leaving: threading.Thread | None = None
+        registry.register(self, self._options.memory_dir, self._options.name)
+
+    # -------------------------------------------------------------------- save
+
+    def save(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int,
+        metadata: object = None,
+        persist: bool = True,
+    ) -> Snapshot:
+        """Copy the state of this rank, at a step boundary. All ranks.
+
+        On return the state may change. Writing, and agreeing with the other ranks, goes on behind.
+
+        Args:
+            state: Names to modules, optimizers, objects with state_dict, tensors, plain values.
+            step: Step, equal on all ranks.
+            metadata: JSON; rank 0's is in the manifest.
+            persist: False keeps it in memory only, until it is deleted; `keep` does not count it.
+
+        Raises:
+            UnsupportedStateError: Something cannot be stored; the text says what and where.
+            TierFullError: No memory is left and none is on its way out.
+            SaveFailedError: An *earlier* save failed in the background. Raised by the same save on
+                every rank; this save itself was taken and goes on.
+        """
+        self._check_open("save")
+        self._count += 1
+        self._failures.enter(self._count)
+        save = PendingSave(
+            count=self._count,
+            step=step if isinstance(step, int) else -1,
+            persist=persist,
+            created=time.time(),
+        )
+        try:
+            self._stager.stage(save, state, step=step, metadata=metadata)
+        except BaseException as error:
+            save.error = error
+            if save.slot is not None:
+                self._session.memory.abandon_slot(save.slot)
+                save.slot = None
+            self._pipeline.submit(save)
+            earlier = self._failures.due_at(self._count)
+            if earlier is not None:
+                error.add_note(str(earlier)) if hasattr(error, "add_note") else None
+            raise
+        save.staged.set_result(None)
+        self._pipeline.submit(save)
+        earlier = self._failures.due_at(self._count)
+        if earlier is not None:
+            raise earlier
+        return Snapshot(save)
+
+    def warmup(self, state: Mapping[str, object]) -> None:
+        """Get memory for the first saves now, and wait for it: first touch is the slow part. All ranks."""
+        self._check_open("warmup")
+        self._stager.warm_up(state)
+
+    # ----------------------------------------------------------------- restore
+
+    @overload
+    def restore(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int | None = None,
+        required: Literal[True] = True,
+        partial: bool = False,
+        strict: bool = True,
+        fallback: bool = True,
+    ) -> RestoreReport: ...
+
+    @overload
+    def restore(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int | None = None,
+        required: bool,
+        partial: bool = False,
+        strict: bool = True,
+        fallback: bool = True,
+    ) -> RestoreReport | None: ...
+
+    def restore(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int | None = None,
+        required: bool = True,
+        partial: bool = False,
+        strict: bool = True,
+        fallback: bool = True,
+    ) -> RestoreReport | None:
+        """Fill live state in place from one snapshot, the same on all ranks. All ranks.
+
+        Every byte is verified on every rank before any live tensor is touched; if that fails, this
+        raises and live state is unchanged everywhere.
+
+        Args:
+            state: As given to `save`, or a part of it with `partial`.
+            step: None takes the newest: the highest run, then the latest save.
+            required: Whether having no snapshot is an error; False returns None then, on all ranks.
+            partial: The snapshot may hold names that `state` does not.
+            strict: False reports missing and unexpected names instead of refusing them.
+            fallback: Pass over damaged or unreadable snapshots to the next older one (with `step`: to
+                an earlier save of that step). Never over one that does not fit.
+
+        Raises:
+            SnapshotNotFoundError: Nothing was ever committed, or not that step.
+            StateMismatchError, TopologyMismatchError: It does not fit; all differences in one text.
+            CorruptSnapshotError: Snapshots exist, but none can be read.
+            CoordinationError: Another rank failed or is missing; the text names it.
+        """
+        self._check_open("restore")
+        options = RestoreOptions(
+            None if step is None else check_step(step), required, partial, strict, fallback
+        )
+        return self._restore(state, options)
+
+    def _restore(
+        self,
+        state: Mapping[str, object],
+        options: RestoreOptions,
+        problem: BaseException | None = None,
+    ) -> RestoreReport | None:
+        self._round += 1
+        self._wait_own_seals()
+        self._restorer = Restorer(
+            self._session,
+            state,
+            options,
+            name=f"restore/{self._round}",
+            where=self._where(),
+            problem=problem,
+        )
+        report, self._count = self._restorer.run(self._count)
+        return report
+
+    def _wait_own_seals(self) -> None:
+        deadline = time.monotonic() + self._options.timeout_s
+        for save in self._pipeline.pending:
+            save.sealed.wait(max(0.0, deadline - time.monotonic()))
+
+    def _where(self) -> str:
+        return self._options.root or f"memory ({self._options.name or 'private'})"
+
+    @contextmanager
+    def swapped(
+        self, state: Mapping[str, object], *, step: int | None = None, strict: bool = True
+    ) -> Iterator[RestoreReport]:
+        """Make live state another step inside the `with`, then exactly what it was. All ranks.
+
+        The own copy is in no listing and survives nothing; leaving is local and happens on exceptions
+        too. `save`, `restore` and `delete` inside raise.
+        """
+        self._check_open("swapped")
+        copy, problem = None, None
+        try:
+            copy = PrivateCopy(self._session, state)
+        except BaseException as error:  # noqa: BLE001 - all ranks must hear of it first
+            problem = error
+        self._restorer = None
+        try:
+            options = RestoreOptions(
+                None if step is None else check_step(step), partial=True, strict=strict
+            )
+            report = self._restore(state, options, problem)
+            assert report is not None
+            self._state = "swapped"
+            yield report
+        finally:
+            if self._state == "swapped":
+                self._state = "open"
+            if copy is not None:
+                try:
+                    if self._restorer is not None and self._restorer.has_touched_state:
+                        copy.put_back()
+                finally:
+                    copy.close()
+
+    # -------------------------------------------------------------------- rest
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """Restorable snapshots as this rank knows them, oldest first. Local."""
+        self._check_usable("snapshots")
+        return list_session(self._session)
+
+    def delete(self, step: int) -> None:
+        """Delete every snapshot at `step`, from all tiers. All ranks.
+
+        Raises:
+            SnapshotNotFoundError: No tier has that step.
+        """
+        self._check_open("delete")
+        self._round += 1
+        self._wait_outcomes(self._options.timeout_s)
+        delete_step(self._session, check_step(step), name=f"delete/{self._round}")
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until every save so far is committed or has failed. Local.
+
+        Raises:
+            SaveFailedError: One failed and was not raised by a later save.
+            CoordinationTimeoutError: Not done within `timeout_s`.
+        """
+        self._check_usable("drain")
+        if not self._wait_outcomes(timeout_s):
+            steps = ", ".join(str(save.step) for save in self._pipeline.pending)
+            raise CoordinationTimeoutError(
+                f"steps {steps} are not committed after {timeout_s} s; they still may be",
+                phase="drain",
+            )
+        self._raise_rest()
+
+    def _wait_outcomes(self, timeout_s: float | None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in self._pipeline.pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not save.settled.wait(left):
+                return False
+        return True
+
+    def _raise_rest(self) -> None:
+        error = self._failures.rest()
+        if error is not None:
+            raise error
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Drain, then free this rank's memory if all ranks closed cleanly. Closing twice is fine.
+
+        Raises:
+            SaveFailedError: A save failed and was not raised yet; the store is closed all the same.
+        """
+        if self._state == "closed":
+            return
+        self._wait_outcomes(None)
+        error = self._failures.rest()
+        self._state = "closed"
+        self._pipeline.stop(timeout_s=self._options.timeout_s)
+        clean = self._session.coordinator.close(self._options.timeout_s)
+        self._leave(keep_memory=keep_memory or not clean)
+        if error is not None:
+            raise error
+
+    def _abandon(self, why: str) -> None:
+        """Leave without waiting for any rank; own spills go on until they or the process end."""
+        if self._state == "closed":
+            return
+        self._state, self._why_closed = "closed", why
+        self._session.coordinator.abandon()
+        self._leaving = threading.Thread(
+            target=self._finish_own, name="shardstore-leave", daemon=True
+        )
+        self._leaving.start()
+
+    def _finish_own(self) -> None:
+        self._pipeline.stop_own(_EXIT_WAIT_S)
+        self._leave(keep_memory=True)
+
+    def take_leave(self, why: str) -> None:
+        """Stop taking calls, finish own spills, wait for no rank, keep memory (for the registry)."""
+        if self._session.world_size == 1:
+            self._wait_outcomes(_EXIT_WAIT_S)
+        self._abandon(why)
+        if self._leaving is not None:
+            self._leaving.join(_EXIT_WAIT_S)
+
+    def leave_at_exit(self) -> None:
+        """The interpreter ends: finish what is this rank's own (for the registry)."""
+        if self._state != "closed":
+            alone = self._session.world_size == 1
+            self._wait_own_spills(_EXIT_WAIT_S)
+            self._wait_outcomes(_EXIT_WAIT_S if alone else _EXIT_OTHERS_S)
+            error = self._failures.rest()
+            if error is not None:
+                logging.getLogger("shardstore").error("%s", error)
+        self.take_leave("the interpreter ends")
+
+    def _wait_own_spills(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for save in self._pipeline.pending:
+            save.spilled.wait(max(0.0, deadline - time.monotonic()))
+
+    def _leave(self, *, keep_memory: bool) -> None:
+        memory = self._session.memory
+        memory.close(keep=keep_memory)
+        if memory.folder is not None:
+            ownership.release_all(memory.folder, memory.rank, remove=not keep_memory)
+            if not keep_memory:
+                for folder in (memory.folder, os.path.dirname(memory.folder)):
+                    try:
+                        os.rmdir(folder)
+                    except OSError:
+                        break
+        registry.unregister(self)
+
+    def __enter__(self) -> SnapshotStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon("its `with` was left by an exception")
+
+    def _check_usable(self, call: str) -> None:
+        if self._state == "closed":
+            raise ShardStoreError(
+                f"{call} was called on a store after {self._why_closed}: open a new one"
+            )
+
+    def _check_open(self, call: str) -> None:
+        self._check_usable(call)
+        if self._state == "swapped":
+            raise ShardStoreError(
+                f"{call} was called inside swapped(): live state is another step there. Leave the `with` "
+                "first."
+            )
+
+    def __repr__(self) -> str:
+        session = self._session
+        memory = session.memory
+        newest = max(memory.ids(), key=lambda i: i.order, default=None)
+        return (
+            f"SnapshotStore({self._where()!r}, rank {session.rank} of {session.world_size}, "
+            f"{self._state}, memory budget {memory.budget_bytes / 2**30:.2f} GiB, "
+            f"newest in memory {newest.step if newest else None}, "
+            f"{len(self._pipeline.pending)} saves pending)"
+        )

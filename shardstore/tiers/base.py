@@ -1,0 +1,113 @@
+"""What a tier promises: the protocol, and the durability contract in prose.
+
+A tier holds shard files, the same bytes in each, under (snapshot id, rank).
+
+1. **Whole or absent.** A shard is visible under its final name only after its last byte is in place. A
+   process that dies at any instruction leaves either nothing under that name or the whole file.
+2. **Written once.** Nothing is ever written into a file that carries a final name, and a name is never
+   given to a second content: every attempt has a new id.
+3. **Durable when `put` returns** (disk, root): file, folder and parent folder were synced.
+4. **The manifest is a register** (root): created exclusively, as `committed` or `aborted`; an answer
+   that is in doubt is settled by reading it back. `committed` may be replaced by `aborted`, never the
+   other way.
+5. **Errors are TierErrors** that name tier, key and operation, with the original as cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Protocol
+
+from shardstore.format.records import SnapshotId
+
+
+class ShardReader(Protocol):
+    """An open shard file. A context manager: bytes handed out are valid until it is left."""
+
+    tier: str
+    source: str
+    """Path or address, for messages."""
+    nbytes: int
+
+    def read(self, start: int, stop: int) -> memoryview | bytes:
+        """Bytes [start, stop), fewer at the end of the file; a view where the tier has them mapped."""
+        ...
+
+    def read_into(self, into: memoryview, start: int) -> int:
+        """Fill `into` from `start` on; returns how many bytes there were."""
+        ...
+
+    def __enter__(self) -> ShardReader: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class RootTier(Protocol):
+    """Where snapshots are durable."""
+
+    name: str
+    location: str
+
+    def list_ids(self) -> list[SnapshotId]:
+        """Every attempt that has a folder here, in any state, unordered."""
+        ...
+
+    def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
+        """Ranks whose shard is here, sorted."""
+        ...
+
+    def put(
+        self,
+        snapshot_id: SnapshotId,
+        rank: int,
+        data: memoryview,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Store one shard durably; `progress` gets the bytes of each step."""
+        ...
+
+    def open_shard(self, snapshot_id: SnapshotId, rank: int) -> ShardReader:
+        """Open one shard; FileNotFoundError becomes a TierError like the others."""
+        ...
+
+    def read_manifest(self, snapshot_id: SnapshotId) -> bytes | None:
+        """Content of the register, None while it was not created."""
+        ...
+
+    def create_manifest(self, snapshot_id: SnapshotId, data: bytes) -> bytes:
+        """Create the register exclusively and durably; returns what it holds, ours or another's."""
+        ...
+
+    def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
+        """Replace the register atomically and durably."""
+        ...
+
+    def make_durable(self, snapshot_id: SnapshotId, ranks: Iterable[int]) -> None:
+        """Sync shards that another run wrote, and their folders."""
+        ...
+
+    def remove_shard(self, snapshot_id: SnapshotId, rank: int) -> None:
+        """Remove what this rank left of an attempt that failed; absent files are fine."""
+        ...
+
+    def remove(self, snapshot_id: SnapshotId) -> None:
+        """Remove an attempt whose register says `aborted`: bytes first, then the folder."""
+        ...
+
+    def run_numbers(self) -> list[int]:
+        """Numbers of all claimed runs, unordered."""
+        ...
+
+    def claim_run(self, run: int, record: bytes) -> bool:
+        """Create the run's record exclusively; False if the number is taken."""
+        ...
+
+    def read_run(self, run: int) -> bytes | None:
+        """A run's record, None if it cannot be seen from here."""
+        ...

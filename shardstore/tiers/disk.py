@@ -1,0 +1,321 @@
+"""Shard files on a local or shared POSIX file system: temp file, fsync, rename, fsync of the folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Final
+
+from shardstore.errors import TierError
+from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
+from shardstore.format.records import SnapshotId
+from shardstore.tiers.fileops import CHUNK_BYTES, FileOps, translated
+
+_RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
+_SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
+_DELETED: Final = "deleted-"
+
+
+class DiskReader:
+    """One shard file, opened for reading."""
+
+    def __init__(self, ops: FileOps, tier: str, path: str) -> None:
+        """Open `path`; a symbolic link or a missing file is a TierError."""
+        self._ops = ops
+        self.tier = tier
+        self.source = path
+        with translated(tier, "open", path):
+            self._fd = ops.open_existing(path)
+            self.nbytes = os.fstat(self._fd).st_size
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop), fewer at the end of the file."""
+        buffer = bytearray(max(0, min(stop, self.nbytes) - start))
+        got = self.read_into(memoryview(buffer), start)
+        return bytes(buffer[:got])
+
+    def read_into(self, into: memoryview, start: int) -> int:
+        """Fill `into` from offset `start`; returns how many bytes there were."""
+        with translated(self.tier, "read", self.source):
+            return self._ops.read_at(self._fd, into, start)
+
+    def __enter__(self) -> DiskReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+
+
+class DiskTier:
+    """A folder that holds one sub-folder per snapshot attempt (layout: docs/format.md).
+
+    Safe to call from several threads and from every rank; nothing is written before the first `put`
+    or `claim_run`, so that a read-only folder can be restored from. File modes follow the umask.
+    """
+
+    def __init__(self, location: str, *, name: str, ops: FileOps) -> None:
+        """`location` is an absolute path; it need not exist yet."""
+        self.location = location
+        self.name = name
+        self._ops = ops
+
+    def _folder(self, snapshot_id: SnapshotId) -> str:
+        return os.path.join(self.location, snapshot_id.name)
+
+    def _names(self, path: str, operation: str) -> list[str]:
+        """Names in a folder, none if there is no folder."""
+        with translated(self.name, operation, path):
+            try:
+                return self._ops.list_folder(path)
+            except FileNotFoundError:
+                return []
+
+    def list_ids(self) -> list[SnapshotId]:
+        """Every attempt that has a folder here; foreign names and links are passed over."""
+        found = (SnapshotId.parse(name) for name in self._names(self.location, "list"))
+        return [i for i in found if i is not None and not os.path.islink(self._folder(i))]
+
+    def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
+        """Ranks whose shard is here, sorted."""
+        names = self._names(self._folder(snapshot_id), "list")
+        return sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name)))
+
+    # ------------------------------------------------------------------ shards
+
+    def put(
+        self,
+        snapshot_id: SnapshotId,
+        rank: int,
+        data: memoryview,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Write one shard durably. If this dies half way, only a temp name is left."""
+        folder = self._folder(snapshot_id)
+        target = os.path.join(folder, shard_file_name(rank))
+        with translated(self.name, "write", target, needed_bytes=len(data)):
+            self._make_attempt_folder(folder)
+            temp = f"{target}.tmp"
+            fd = self._ops.open_new(temp)
+            try:
+                try:
+                    self._reserve(fd, len(data))
+                    for start in range(0, len(data), CHUNK_BYTES):
+                        self._ops.write_at(fd, data[start : start + CHUNK_BYTES], start)
+                        progress(min(CHUNK_BYTES, len(data) - start))
+                    self._ops.fsync(fd)
+                finally:
+                    os.close(fd)
+                self._ops.rename(temp, target)
+            except BaseException:
+                self._discard(temp)
+                raise
+            self._ops.fsync_folder(folder)
+
+    def _reserve(self, fd: int, nbytes: int) -> None:
+        try:
+            self._ops.allocate(fd, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+    def _make_attempt_folder(self, folder: str) -> None:
+        os.makedirs(self.location, exist_ok=True)
+        try:
+            self._ops.make_folder(folder)
+        except FileExistsError:
+            pass
+        # Another rank may have made the folder and not yet synced its name.
+        self._ops.fsync_folder(self.location)
+
+    def _discard(self, path: str) -> None:
+        try:
+            self._ops.unlink(path)
+        except OSError:
+            pass
+
+    def open_shard(self, snapshot_id: SnapshotId, rank: int) -> DiskReader:
+        """Open one rank's shard file."""
+        path = os.path.join(self._folder(snapshot_id), shard_file_name(rank))
+        return DiskReader(self._ops, self.name, path)
+
+    def make_durable(self, snapshot_id: SnapshotId, ranks: Iterable[int]) -> None:
+        """Sync the shards of `ranks`, the folder and its parent."""
+        folder = self._folder(snapshot_id)
+        for rank in ranks:
+            path = os.path.join(folder, shard_file_name(rank))
+            with translated(self.name, "sync", path):
+                fd = self._ops.open_existing(path)
+                try:
+                    self._ops.fsync(fd)
+                finally:
+                    os.close(fd)
+        with translated(self.name, "sync", folder):
+            self._ops.fsync_folder(folder)
+            self._ops.fsync_folder(self.location)
+
+    def remove_shard(self, snapshot_id: SnapshotId, rank: int) -> None:
+        """Remove one rank's files of a failed attempt, and the folder if that emptied it."""
+        folder = self._folder(snapshot_id)
+        for name in (shard_file_name(rank), f"{shard_file_name(rank)}.tmp"):
+            self._discard(os.path.join(folder, name))
+        try:
+            self._ops.remove_folder(folder)
+        except OSError:
+            pass  # other ranks' files or the register are still there
+
+    # ---------------------------------------------------------------- register
+
+    def read_manifest(self, snapshot_id: SnapshotId) -> bytes | None:
+        """Content of the register, None while it does not exist."""
+        path = os.path.join(self._folder(snapshot_id), MANIFEST_NAME)
+        return self._read_small(path)
+
+    def _read_small(self, path: str) -> bytes | None:
+        with translated(self.name, "read", path):
+            try:
+                fd = self._ops.open_existing(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                size = os.fstat(fd).st_size
+                buffer = bytearray(size)
+                got = self._ops.read_at(fd, memoryview(buffer), 0)
+                return bytes(buffer[:got])
+            finally:
+                os.close(fd)
+
+    def create_manifest(self, snapshot_id: SnapshotId, data: bytes) -> bytes:
+        """Create the register exclusively; returns what it holds afterwards."""
+        folder = self._folder(snapshot_id)
+        path = os.path.join(folder, MANIFEST_NAME)
+        with translated(self.name, "publish", path, needed_bytes=len(data)):
+            self._make_attempt_folder(folder)
+        self._create_exclusively(path, data)
+        stored = self.read_manifest(snapshot_id)
+        if stored is None:
+            raise TierError(
+                f"{self.name}: {path} vanished right after it was created: another process deletes here",
+                tier=self.name, key=path, operation="publish",
+            )  # fmt: skip
+        return stored
+
+    def _create_exclusively(self, path: str, data: bytes) -> bool:
+        """Link a synced temp file to `path`; False if that name is taken."""
+        folder = os.path.dirname(path)
+        temp = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(4)}.tmp")
+        with translated(self.name, "publish", path, needed_bytes=len(data)):
+            self._write_synced(temp, data)
+            try:
+                self._ops.link(temp, path)
+                created = True
+            except FileExistsError:
+                created = False
+            except OSError:
+                # In doubt (an error after the link was made): the register itself is the answer.
+                created = False
+                if self._read_small(path) is None:
+                    raise
+            finally:
+                self._discard(temp)
+            self._ops.fsync_folder(folder)
+            self._ops.fsync_folder(os.path.dirname(folder))
+        return created
+
+    def _write_synced(self, path: str, data: bytes) -> None:
+        fd = self._ops.open_new(path)
+        try:
+            self._ops.write_at(fd, memoryview(data), 0)
+            self._ops.fsync(fd)
+        except BaseException:
+            self._discard(path)
+            raise
+        finally:
+            os.close(fd)
+
+    def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
+        """Replace the register by one rename."""
+        folder = self._folder(snapshot_id)
+        path = os.path.join(folder, MANIFEST_NAME)
+        temp = os.path.join(folder, f".{MANIFEST_NAME}.{secrets.token_hex(4)}.tmp")
+        with translated(self.name, "replace", path, needed_bytes=len(data)):
+            self._write_synced(temp, data)
+            try:
+                self._ops.rename(temp, path)
+            except BaseException:
+                self._discard(temp)
+                raise
+            self._ops.fsync_folder(folder)
+
+    def remove(self, snapshot_id: SnapshotId) -> None:
+        """Remove our files of an aborted attempt, then rename the folder away and remove it.
+
+        A name that is not ours keeps the renamed folder in place: nothing foreign is deleted.
+        """
+        folder = self._folder(snapshot_id)
+        away = os.path.join(self.location, _DELETED + snapshot_id.name)
+        with translated(self.name, "delete", folder):
+            for name in self._names(folder, "list"):
+                if name != MANIFEST_NAME and self._is_ours(name):
+                    self._unlink_if_there(os.path.join(folder, name))
+            try:
+                self._ops.rename(folder, away)
+            except FileNotFoundError:
+                return
+            self._ops.fsync_folder(self.location)
+            self._remove_renamed(away)
+
+    def _remove_renamed(self, away: str) -> None:
+        for name in self._names(away, "list"):
+            if self._is_ours(name):
+                self._unlink_if_there(os.path.join(away, name))
+        try:
+            self._ops.remove_folder(away)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def _unlink_if_there(self, path: str) -> None:
+        try:
+            self._ops.unlink(path)
+        except FileNotFoundError:
+            pass
+
+    @staticmethod
+    def _is_ours(name: str) -> bool:
+        bare = name.removesuffix(".tmp")
+        return (
+            name == MANIFEST_NAME
+            or bool(_SHARD.fullmatch(bare))
+            or (name.startswith(f".{MANIFEST_NAME}.") and name.endswith(".tmp"))
+        )
+
+    # -------------------------------------------------------------------- runs
+
+    def run_numbers(self) -> list[int]:
+        """Numbers of all claimed runs."""
+        names = self._names(self.location, "list")
+        return [int(match[1], 16) for name in names if (match := _RUN.fullmatch(name))]
+
+    def claim_run(self, run: int, record: bytes) -> bool:
+        """Create `run-XXXXXXXX.json` exclusively; False if another job has that number."""
+        with translated(self.name, "create", self.location):
+            os.makedirs(self.location, exist_ok=True)
+        return self._create_exclusively(self._run_path(run), record)
+
+    def read_run(self, run: int) -> bytes | None:
+        """A run's record, None if it is not visible from this host."""
+        return self._read_small(self._run_path(run))
+
+    def _run_path(self, run: int) -> str:
+        return os.path.join(self.location, f"run-{run:08x}.json")

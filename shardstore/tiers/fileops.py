@@ -1,0 +1,166 @@
+"""Every system call that storage goes through, one method each: the seam where tests break things."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import mmap
+from typing import Final, NoReturn
+
+from shardstore.errors import TierError, TierFullError
+
+CHUNK_BYTES: Final = 16 << 20
+"""Bytes per read or write call: large enough to stream, small enough to report progress."""
+
+
+class FileOps:
+    """The operating system, as tiers use it.
+
+    Stateless and thread-safe. Subclasses count, delay, break or end the process at the n-th call; no
+    tier calls `os` for anything that changes storage or reads content other than through this.
+    Errors are those of `os`: tiers translate them with `translated`.
+    """
+
+    def point(self, name: str) -> None:
+        """Pass a named protocol step that is not a system call of its own."""
+
+    def open_new(self, path: str, mode: int = 0o666) -> int:
+        """Create a file that must not exist, for reading and writing."""
+        return os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode
+        )
+
+    def open_existing(self, path: str, *, writable: bool = False) -> int:
+        """Open a regular file; symbolic links are refused."""
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve blocks, so that a full file system says ENOSPC here and not by a signal later."""
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        """Write all of `data`, whatever the kernel's appetite per call."""
+        done = 0
+        while done < len(data):
+            written = os.pwrite(fd, data[done : done + CHUNK_BYTES], offset + done)
+            if written <= 0:
+                raise OSError(errno.EIO, "write made no progress")
+            done += written
+
+    def read_at(self, fd: int, into: memoryview, offset: int) -> int:
+        """Fill `into`; returns fewer bytes than asked only at the end of the file."""
+        done = 0
+        while done < len(into):
+            got = os.preadv(fd, [into[done : done + CHUNK_BYTES]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's content durable."""
+        os.fsync(fd)
+
+    def fsync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename within one file system, replacing `target`."""
+        os.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name that must not exist: the exclusive create of P4."""
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)
+
+    def make_folder(self, path: str, mode: int = 0o777) -> None:
+        """Create a folder that must not exist."""
+        os.mkdir(path, mode)
+
+    def remove_folder(self, path: str) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    def list_folder(self, path: str) -> list[str]:
+        """Names in a folder, unordered."""
+        return os.listdir(path)
+
+    def store(self, mapping: mmap, offset: int, data: bytes) -> None:
+        """Write bytes into a mapped slot."""
+        mapping[offset : offset + len(data)] = data
+
+
+_current = FileOps()
+
+
+def current_ops() -> FileOps:
+    """System calls for stores that are opened from now on."""
+    return _current
+
+
+@contextmanager
+def use_ops(ops: FileOps) -> Iterator[FileOps]:
+    """Open stores inside the `with` over other system calls: for tests that count and break them."""
+    global _current  # noqa: PLW0603 - one process, one operating system
+    before, _current = _current, ops
+    try:
+        yield ops
+    finally:
+        _current = before
+
+
+def touch_pages(mapping: mmap, nbytes: int) -> None:
+    """Give every page of a fresh mapping its memory, with the GIL released; contents become zero."""
+    pointer = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    ctypes.memset(pointer, 0, nbytes)
+
+
+@contextmanager
+def translated(tier: str, operation: str, key: str, *, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError of the body into a TierError that says where; the original stays its cause."""
+    try:
+        yield
+    except TierError:
+        raise
+    except OSError as error:
+        raise_translated(error, tier, operation, key, needed_bytes)
+
+
+def raise_translated(
+    error: OSError, tier: str, operation: str, key: str, needed_bytes: int = 0
+) -> NoReturn:
+    """Raise `error` as a TierError, or as a TierFullError when the device or quota is full."""
+    code = errno.errorcode.get(error.errno or 0, "OSError")
+    text = f"{tier}: {operation} {key} failed: {code} ({error.strerror or error})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = free_bytes(os.path.dirname(key))
+        raise TierFullError(
+            f"{text}; needed {needed_bytes:,} bytes, {free:,} are free. Free space, or use keep= to "
+            "delete old snapshots.",
+            tier=tier, key=key, operation=operation, needed_bytes=needed_bytes, free_bytes=free,
+        ) from error  # fmt: skip
+    raise TierError(text, tier=tier, key=key, operation=operation) from error
+
+
+def free_bytes(path: str) -> int:
+    """Bytes that this user may still write where `path` is, or at its nearest existing parent."""
+    while path and path != "/" and not os.path.exists(path):
+        path = os.path.dirname(path)
+    try:
+        stats = os.statvfs(path or "/")
+    except OSError:
+        return 0
+    return stats.f_bavail * stats.f_frsize

@@ -1,0 +1,396 @@
+"""Slots in host memory: reserve, seal, recycle (protocol P3). Adoption is in `adoption.py`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+from shardstore.errors import TierFullError
+from shardstore.format.records import ShardHeader, SnapshotId
+from shardstore.tiers.fileops import FileOps, touch_pages
+from shardstore.tiers.slotfiles import SlotFiles
+from shardstore.tiers.slots import Slot, SlotReader, read_slot_header, write_header
+
+_LOG: Final = logging.getLogger("shardstore")
+_NUM_OVERFLOW_SLOTS: Final = 2
+
+
+class MemoryTier:
+    """The memory slots of one rank.
+
+    With a `folder` they are files on a tmpfs and outlive the process (G7); without one they are
+    anonymous memory. A slot that a rank may still need is never reused: the rule is P3's, with the
+    joint facts (newest complete, failed, safe, kept) told to this tier by the engine.
+
+    `reserve` belongs to the thread that saves; everything else may be called from any thread.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        folder: str | None,
+        *,
+        rank: int,
+        owner: str,
+        budget_bytes: int,
+        can_overflow: bool,
+        ops: FileOps,
+    ) -> None:
+        """Own no slot yet.
+
+        Args:
+            folder: `<memory_dir>/shardstore-<uid>/<name>`, made already; None for anonymous memory.
+            rank: This rank, which is in the file names.
+            owner: Nonce of the run, which is in the names of free slots.
+            budget_bytes: Most that all slots may take.
+            can_overflow: There is a root: a state beyond the budget is staged in anonymous memory.
+            ops: System calls.
+        """
+        self.rank = rank
+        self.budget_bytes = budget_bytes
+        self._can_overflow = can_overflow
+        self._ops = ops
+        self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
+        self._slots: list[Slot] = []
+        self._changed = threading.Condition()
+        self._newest: SnapshotId | None = None
+        self._preparing: threading.Thread | None = None
+        self._told: set[str] = set()
+        self._closed = False
+
+    @property
+    def folder(self) -> str | None:
+        """Folder of the slots; None when they are anonymous."""
+        return self._files.folder
+
+    @property
+    def owner(self) -> str:
+        """Nonce of the run."""
+        return self._files.owner
+
+    # ------------------------------------------------------------- joint facts
+
+    @property
+    def newest_complete(self) -> SnapshotId | None:
+        """P: the newest snapshot known complete on all ranks."""
+        with self._changed:
+            return self._newest
+
+    def set_newest_complete(self, snapshot_id: SnapshotId | None) -> None:
+        """Protect this one; older ones may become reusable."""
+        with self._changed:
+            self._newest = snapshot_id
+            self._changed.notify_all()
+
+    def mark_safe(self, snapshot_id: SnapshotId) -> None:
+        """This one is committed further out, or superseded for good."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.id == snapshot_id:
+                    slot.is_safe = True
+            self._changed.notify_all()
+
+    def mark_failed(self, snapshot_id: SnapshotId) -> None:
+        """Nobody may use this one any more (failed or deleted): it becomes unreadable and free.
+
+        While somebody still reads it, that waits for the last `release`.
+        """
+        with self._changed:
+            for slot in self._slots:
+                if slot.id == snapshot_id:
+                    slot.is_failed = True
+                    if slot.users == 0:
+                        self._files.retire(slot)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------- reads
+
+    def ids(self) -> list[SnapshotId]:
+        """Sealed snapshots that are readable here, oldest first."""
+        with self._changed:
+            found = [s.id for s in self._slots if s.state == "sealed" and not s.is_failed and s.id]
+        return sorted(found, key=lambda i: i.order)
+
+    def is_kept(self, snapshot_id: SnapshotId) -> bool:
+        """Whether this rank's copy was saved with persist=False."""
+        with self._changed:
+            return any(s.is_kept for s in self._slots if s.id == snapshot_id)
+
+    def read_header(self, snapshot_id: SnapshotId) -> tuple[ShardHeader, str] | None:
+        """Header and its digest, None if this rank has no copy.
+
+        Raises:
+            FormatError, CorruptSnapshotError: The copy is damaged.
+        """
+        reader = self.open_shard(snapshot_id)
+        if reader is None:
+            return None
+        with reader:
+            return read_slot_header(reader.read(0, reader.nbytes), reader.source)
+
+    def open_shard(self, snapshot_id: SnapshotId) -> SlotReader | None:
+        """Open this rank's copy and keep it from reuse while open; None if there is none."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.id == snapshot_id and slot.state == "sealed" and not slot.is_failed:
+                    slot.users += 1
+                    return SlotReader(slot, self.release)
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """End one use of a slot."""
+        with self._changed:
+            slot.users -= 1
+            if slot.users == 0 and slot.is_failed and slot.state == "sealed":
+                self._files.retire(slot)
+            self._changed.notify_all()
+
+    # ----------------------------------------------------------------- reserve
+
+    def reserve(self, nbytes: int, *, timeout_s: float) -> Slot:
+        """Get a slot of exactly `nbytes` to build a shard file in.
+
+        A free or reusable warm slot is taken first, then new memory within the budget, then
+        anonymous memory beyond it where there is a root; else this waits for a slot on its way out.
+
+        Raises:
+            TierFullError: No room, and nothing that could make some; or none within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                slot = self._try_reserve(nbytes)
+                if slot is not None:
+                    slot.state = "staging"
+                    slot.users = 0
+                    return slot
+                left = deadline - time.monotonic()
+                if left <= 0 or not (self._on_the_way_out() or self._is_preparing()):
+                    raise self._full(nbytes, waited=left <= 0)
+                self._changed.wait(min(left, 1.0))
+
+    def _try_reserve(self, nbytes: int) -> Slot | None:
+        ours = sorted(self._slots, key=lambda s: s.id.order if s.id else (0, 0, ""))
+        for slot in ours:
+            if slot.nbytes == nbytes and slot.state == "free":
+                return slot
+        for slot in ours:
+            if slot.nbytes == nbytes and self._is_reusable(slot):
+                self._files.retire(slot)
+                return slot
+        if self._is_preparing():
+            return None
+        if self._used_bytes() + nbytes <= self.budget_bytes:
+            slot = self._new(nbytes)
+            if slot is not None:
+                return slot
+        for slot in ours:  # another size: give it back and try anew
+            if slot.nbytes != nbytes and (slot.state == "free" or self._is_reusable(slot)):
+                self._drop(slot)
+                return self._try_reserve(nbytes)
+        if self._can_overflow and self._num_private() < _NUM_OVERFLOW_SLOTS:
+            hopeless = self.folder is None or nbytes > self.budget_bytes
+            if hopeless or not self._on_the_way_out():
+                return self._overflow(nbytes)
+        return None
+
+    def scratch(self, nbytes: int) -> Slot:
+        """A buffer to read into or to keep a copy in, never named and taken from no snapshot.
+
+        Give it back with `abandon_slot`; within the budget it then serves the next save, warm.
+        """
+        with self._changed:
+            slot = next((s for s in self._slots if s.nbytes == nbytes and s.state == "free"), None)
+            if slot is None and self._used_bytes() + nbytes <= self.budget_bytes:
+                slot = self._new(nbytes)
+            slot = slot or self._new_anonymous(nbytes)
+            slot.state = "staging"
+            return slot
+
+    def _is_reusable(self, slot: Slot) -> bool:
+        """P3's rule."""
+        if slot.state != "sealed" or slot.users or slot.id is None:
+            return False
+        if slot.id == self._newest:
+            return self._is_only_room(slot)
+        if slot.is_failed:
+            return True
+        older = self._newest is not None and slot.id.order < self._newest.order
+        private = slot.path is None and self._can_overflow
+        return slot.is_safe and (older or private)
+
+    def _is_only_room(self, slot: Slot) -> bool:
+        """The newest may go only where there is room for one, once it is committed further out."""
+        if not slot.is_safe:
+            return False
+        if slot.path is None and self._can_overflow:
+            return True
+        fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._files.is_full
+        if fits_two or any(s.state != "sealed" for s in self._slots):
+            return False
+        self._tell(
+            "one",
+            "memory has room for one snapshot only: while the next one is built, a restart finds "
+            "the newest on the root, not in memory",
+        )
+        return True
+
+    def _on_the_way_out(self) -> bool:
+        """Whether some slot will become reusable without another save."""
+        return any(self._is_in_flight(slot) for slot in self._slots)
+
+    def _is_in_flight(self, slot: Slot) -> bool:
+        if slot.state == "staging" or slot.users:
+            return True
+        if slot.state == "free" or slot.id is None or slot.id.nonce != self.owner:
+            return False
+        if slot.is_failed or slot.is_kept or slot.is_safe:
+            return False
+        unknown = self._newest is None or slot.id.order > self._newest.order
+        return unknown or self._can_overflow
+
+    def _num_private(self) -> int:
+        return sum(1 for slot in self._slots if slot.path is None)
+
+    def _is_preparing(self) -> bool:
+        return self._preparing is not None and self._preparing.is_alive()
+
+    def _used_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
+    def _full(self, nbytes: int, *, waited: bool) -> TierFullError:
+        free = max(0, self.budget_bytes - self._used_bytes())
+        held = ", ".join(s.id.name for s in self._slots if s.id) or "nothing"
+        where = self.folder or "anonymous memory"
+        why = "nothing left in time" if waited else "nothing is on its way out"
+        return TierFullError(
+            f"memory: no room in {where} for {nbytes:,} bytes: {free:,} of the budget of "
+            f"{self.budget_bytes:,} are free and {why}. It holds {held}. Raise memory=, give a root "
+            "to write to, use keep=, or delete snapshots that were saved with persist=False. In a "
+            "container give it more shared memory (--shm-size, --ipc=host, or an emptyDir of medium "
+            "Memory).",
+            tier="memory", key=where, operation="reserve", needed_bytes=nbytes, free_bytes=free,
+        )  # fmt: skip
+
+    def _tell(self, topic: str, message: str) -> None:
+        if topic not in self._told:
+            self._told.add(topic)
+            _LOG.warning("rank %d: %s", self.rank, message)
+
+    def _overflow(self, nbytes: int) -> Slot:
+        if self.folder is not None:
+            self._tell(
+                "overflow",
+                f"a state of {nbytes:,} bytes does not fit the memory budget of "
+                f"{self.budget_bytes:,}: it is staged in memory of this process, which a restart "
+                "cannot use",
+            )
+        return self._new_anonymous(nbytes)
+
+    def _new(self, nbytes: int) -> Slot | None:
+        slot = self._files.allocate(nbytes)
+        if slot is not None:
+            self._slots.append(slot)
+        return slot
+
+    def _new_anonymous(self, nbytes: int) -> Slot:
+        slot = self._files.allocate_anonymous(nbytes)
+        self._slots.append(slot)
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._files.free(slot)
+
+    def abandon_slot(self, slot: Slot) -> None:
+        """Give a reserved slot back unused: staging or the save failed."""
+        with self._changed:
+            if slot.state == "staging":
+                slot.state, slot.id = "free", None
+                if self._used_bytes() > self.budget_bytes and slot.path is None:
+                    self._drop(slot)
+            self._changed.notify_all()
+
+    def seal(self, slot: Slot, snapshot_id: SnapshotId, header: bytes, *, kept: bool) -> None:
+        """Complete the file in a slot and give it its final name. Nobody writes to it again.
+
+        If the process dies before the rename, only a nameless slot is left.
+        """
+        write_header(self._ops, slot, header)
+        with self._changed:
+            self._files.give_final_name(slot, snapshot_id)
+            slot.state, slot.id, slot.is_kept = "sealed", snapshot_id, kept
+            slot.is_failed = slot.is_safe = False
+            self._changed.notify_all()
+
+    def mark_complete(self, snapshot_id: SnapshotId) -> None:
+        """Leave a mark that this memory-only snapshot was complete on all ranks."""
+        self._files.mark_complete(snapshot_id)
+
+    def prepare(self, nbytes: int, count: int = 1) -> None:
+        """Make `count` free warm slots of `nbytes` in the background, as far as the budget goes."""
+        with self._changed:
+            if self._is_preparing() or self._closed:
+                return
+            spare = sum(
+                1
+                for s in self._slots
+                if s.nbytes == nbytes and (s.state == "free" or self._is_reusable(s))
+            )
+            room = (self.budget_bytes - self._used_bytes()) // max(1, nbytes)
+            wanted = min(count - spare, room)
+            if wanted <= 0:
+                return
+            self._preparing = threading.Thread(
+                target=self._prepare, args=(nbytes, wanted), name="shardstore-prepare", daemon=True
+            )
+            self._preparing.start()
+
+    def _prepare(self, nbytes: int, wanted: int) -> None:
+        for _ in range(wanted):
+            with self._changed:
+                if self._closed:
+                    break
+            try:
+                slot = self._files.allocate(nbytes)
+            except OSError:
+                break
+            if slot is None:
+                break
+            touch_pages(slot.mapping, nbytes)
+            with self._changed:
+                self._slots.append(slot)
+                self._changed.notify_all()
+        with self._changed:
+            self._preparing = None
+            self._changed.notify_all()
+
+    def wait_prepared(self, timeout_s: float) -> None:
+        """Wait for `prepare` to end."""
+        thread = self._preparing
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def adopt(self, slots: list[Slot]) -> None:
+        """Take over slots of a dead run."""
+        with self._changed:
+            self._slots += slots
+
+    def close(self, *, keep: bool) -> None:
+        """Unmap everything; without `keep` the files go as well."""
+        with self._changed:
+            self._closed = True
+        self.wait_prepared(60.0)
+        with self._changed:
+            for slot in list(self._slots):
+                if not keep or slot.state == "free" or slot.path is None:
+                    try:
+                        self._drop(slot)
+                    except OSError as error:
+                        _LOG.warning("rank %d: %s", self.rank, error)
+                else:
+                    self._slots.remove(slot)
+                    slot.unmap()

@@ -1,0 +1,143 @@
+"""Names and memory of slots: allocate, retire, name, mark, free. Which slot, and when, is `memory`'s."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+from typing import Final
+
+from shardstore.errors import TierFullError
+from shardstore.format.manifest import shard_file_name
+from shardstore.format.records import SnapshotId
+from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.slots import Slot, erase_header, map_slot
+
+_LOG: Final = logging.getLogger("shardstore")
+_REMEDY: Final = "In a container give it more shared memory (--shm-size, --ipc=host, or an emptyDir of medium Memory)."
+
+
+class SlotFiles:
+    """Files of one rank in a tmpfs folder, or anonymous memory. The caller serialises the calls."""
+
+    def __init__(self, folder: str | None, *, rank: int, owner: str, ops: FileOps) -> None:
+        """See MemoryTier."""
+        self.folder = folder
+        self.rank = rank
+        self.owner = owner
+        self.is_full = False
+        """The tmpfs turned out to be too small for what was asked."""
+        self._ops = ops
+        self._serial = itertools.count()
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """New memory on the tmpfs, or anonymous without one; None when the tmpfs is full."""
+        if self.folder is None:
+            return self.allocate_anonymous(nbytes)
+        path = self._free_name(self.folder)
+        try:
+            with translated("memory", "reserve", path, needed_bytes=nbytes):
+                fd = self._ops.open_new(path, 0o600)
+                try:
+                    self._ops.allocate(fd, nbytes)
+                except BaseException:
+                    os.close(fd)
+                    self._ops.unlink(path)
+                    raise
+        except TierFullError as error:
+            self._tell_full(error)
+            return None
+        return map_slot(fd, nbytes, path)
+
+    def _tell_full(self, error: TierFullError) -> None:
+        if not self.is_full:
+            self.is_full = True
+            _LOG.warning(
+                "rank %d: %s is too small: %s bytes were needed, %s are free. With a root, saves go on "
+                "through memory of this process, which a restart cannot use. %s",
+                self.rank, self.folder, f"{error.needed_bytes:,}", f"{error.free_bytes:,}", _REMEDY,
+            )  # fmt: skip
+
+    def allocate_anonymous(self, nbytes: int) -> Slot:
+        """New memory without a name: it ends with the process."""
+        with translated("memory", "reserve", "anonymous memory", needed_bytes=nbytes):
+            fd = os.memfd_create("shardstore", os.MFD_CLOEXEC)
+            try:
+                self._ops.allocate(fd, nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
+        return map_slot(fd, nbytes, None)
+
+    def _free_name(self, folder: str) -> str:
+        serial, token = next(self._serial), secrets.token_hex(3)
+        return os.path.join(folder, f"slot-{self.owner}-{self.rank:05d}-{serial:04d}-{token}")
+
+    def retire(self, slot: Slot) -> None:
+        """Make a sealed slot unreadable and nameless, before anything is written into it."""
+        erase_header(self._ops, slot)
+        old_path, snapshot_id = slot.path, slot.id
+        slot.state, slot.id = "free", None
+        slot.is_failed = slot.is_safe = slot.is_kept = False
+        if old_path is None or snapshot_id is None or self.folder is None:
+            return
+        slot.path = self._free_name(self.folder)
+        with translated("memory", "retire", old_path):
+            self._ops.rename(old_path, slot.path)
+        self._leave_snapshot_folder(os.path.join(self.folder, snapshot_id.name))
+
+    def _leave_snapshot_folder(self, folder: str) -> None:
+        """Remove this rank's mark, and the folder if no other rank has files in it."""
+        mark = os.path.join(folder, mark_name(self.rank))
+        for remove, path in ((self._ops.unlink, mark), (self._ops.remove_folder, folder)):
+            try:
+                remove(path)
+            except OSError:
+                pass
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot's memory back to the system."""
+        if slot.state == "sealed":
+            self.retire(slot)
+        if slot.path is not None:
+            with translated("memory", "free", slot.path):
+                self._ops.unlink(slot.path)
+        slot.unmap()
+
+    def give_final_name(self, slot: Slot, snapshot_id: SnapshotId) -> None:
+        """Rename a completed slot: from now on it is a shard of that snapshot."""
+        if slot.path is None or self.folder is None:
+            return
+        folder = os.path.join(self.folder, snapshot_id.name)
+        target = os.path.join(folder, shard_file_name(self.rank))
+        with translated("memory", "seal", target):
+            while True:
+                try:
+                    self._ops.make_folder(folder, 0o700)
+                except FileExistsError:
+                    pass
+                try:
+                    self._ops.rename(slot.path, target)
+                    break
+                except FileNotFoundError:
+                    # Another rank removed the folder, empty as it was, in between.
+                    if not os.path.exists(slot.path):
+                        raise
+        slot.path = target
+
+    def mark_complete(self, snapshot_id: SnapshotId) -> None:
+        """Leave a mark that this memory-only snapshot was complete on all ranks."""
+        if self.folder is None:
+            return
+        path = os.path.join(self.folder, snapshot_id.name, mark_name(self.rank))
+        with translated("memory", "mark", path):
+            try:
+                os.close(self._ops.open_new(path, 0o600))
+            except FileExistsError:
+                pass
+
+
+def mark_name(rank: int) -> str:
+    """File name of the mark that a memory-only snapshot was complete, as rank `rank` leaves it."""
+    return f"rank-{rank:05d}.complete"

@@ -1,0 +1,129 @@
+"""One slot: a mapped file (or anonymous memory) that is built in place into a shard file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal
+
+from shardstore.errors import CorruptSnapshotError
+from shardstore.format.records import ShardHeader, SnapshotId
+from shardstore.format.shardfile import header_length, parse_header
+from shardstore.tiers.fileops import FileOps
+
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Memory for one shard file, kept mapped from save to save.
+
+    Owned by the memory tier; whoever holds it between `reserve` and `seal` may write into `view`.
+    """
+
+    nbytes: int
+    mapping: mmap.mmap
+    view: memoryview
+    path: str | None
+    """Current name on the tmpfs; None for anonymous memory."""
+    state: Literal["free", "staging", "sealed"] = "free"
+    id: SnapshotId | None = None
+    users: int = 0
+    """Readers and spills under way."""
+    is_failed: bool = False
+    """The save failed, was deleted, or (adopted) some rank cannot read it: nobody can use it."""
+    is_safe: bool = False
+    """Committed further out, or superseded for good."""
+    is_kept: bool = False
+    """persist=False: stays until it is deleted."""
+    views: object = None
+    """The owner's cache of typed views, dropped with the slot."""
+
+    @property
+    def source(self) -> str:
+        """Name for messages."""
+        return self.path or f"anonymous memory of {self.id.name if self.id else 'a slot'}"
+
+    def unmap(self) -> None:
+        """Drop the mapping; it goes when the last tensor that views it does."""
+        self.views = None
+        try:
+            self.view.release()
+            self.mapping.close()
+        except BufferError:
+            pass  # a view is still alive: the memory follows it
+
+
+def map_slot(fd: int, nbytes: int, path: str | None) -> Slot:
+    """Map an allocated file of `nbytes`; takes over `fd` (the mapping keeps its own descriptor)."""
+    try:
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    # A forked loader worker must not copy page tables of tens of GiB, nor keep the pages alive.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return Slot(nbytes, mapping, memoryview(mapping), path)
+
+
+def read_slot_header(view: memoryview, source: str) -> tuple[ShardHeader, str]:
+    """Parse the header of a sealed slot; returns it with its digest.
+
+    Raises:
+        FormatError, CorruptSnapshotError: Not a whole shard file.
+    """
+    nbytes = len(view)
+    if nbytes < _LENGTH_BYTES:
+        raise CorruptSnapshotError(
+            f"{source} has {nbytes} bytes: too short", tier="memory", file=source
+        )
+    length = header_length(view[:_LENGTH_BYTES], nbytes, source=source)
+    parsed = parse_header(view[: _LENGTH_BYTES + length], nbytes, source=source)
+    return parsed.header, parsed.digest
+
+
+def write_header(ops: FileOps, slot: Slot, header: bytes) -> None:
+    """Complete the file in `slot`: header text first, its length (which makes it readable) last."""
+    ops.store(slot.mapping, _LENGTH_BYTES, header[_LENGTH_BYTES:])
+    ops.store(slot.mapping, 0, header[:_LENGTH_BYTES])
+
+
+def erase_header(ops: FileOps, slot: Slot) -> None:
+    """Make the file in `slot` unreadable, before anything else is written into it."""
+    ops.store(slot.mapping, 0, bytes(_LENGTH_BYTES))
+
+
+class SlotReader:
+    """A sealed slot as a ShardReader: hands out views, no copies, and keeps the slot from reuse."""
+
+    tier = "memory"
+
+    def __init__(self, slot: Slot, release: Callable[[Slot], None]) -> None:
+        """`release` is called with the slot when the reader is left."""
+        self._slot = slot
+        self._release = release
+        self.source = slot.source
+        self.nbytes = slot.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the mapping itself."""
+        return self._slot.view[start:stop]
+
+    def read_into(self, into: memoryview, start: int) -> int:
+        """Copy into `into` from offset `start`."""
+        part = self._slot.view[start : start + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    def __enter__(self) -> SlotReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._release(self._slot)

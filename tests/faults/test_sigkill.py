@@ -1,0 +1,98 @@
+"""Real SIGKILL at points spread over a save: a restart finds the old or the new step, whole."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardstore.tiers.fileops import use_ops
+from tests.faults.breaking_ops import WatchedOps, kill_at
+from tests.faults.scenario import Job, open_store, share_pids
+from tests.ranks import RanksFailedError, run_ranks
+
+NUM_POINTS = 20
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """On the tmpfs, so that the memory tier is really one."""
+    path = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _save_two(rank: int, folder: str, at: int, only_rank: int | None) -> list[str]:
+    """Commit step 1, then save step 2 and die at operation `at` of it."""
+    pids = share_pids(rank, folder)
+    ops = WatchedOps()
+    if only_rank is None or only_rank == rank:
+        victims = pids if only_rank is None else [pids[rank]]
+        ops = WatchedOps(kill_at(at, victims))
+    with use_ops(ops):
+        store = open_store(folder, timeout_s=20.0 if only_rank is None else 1.5)
+    job = Job(rank)
+    job.fill(1)
+    store.save(job.state, step=1).wait(20)
+    job.fill(2)
+    ops.arm()
+    store.save(job.state, step=2).wait(20)
+    ops.disarm()
+    store.close(keep_memory=True)
+    return ops.names
+
+
+def _restart(rank: int, folder: str) -> tuple[int, set[int], int]:
+    store = open_store(folder)
+    job = Job(rank)
+    report = store.restore(job.state)
+    seen = job.steps_seen()
+    job.fill(3)
+    store.save(job.state, step=3).wait(20)
+    job.fill(-1)
+    again = store.restore(job.state).step
+    assert job.steps_seen() == {3}
+    store.close()
+    return report.step, seen, again
+
+
+def _count_operations() -> int:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        names = run_ranks(2, _save_two, folder, 0, None)
+    return min(len(rank_names) for rank_names in names)
+
+
+def _points() -> list[int]:
+    total = _count_operations()
+    assert total >= NUM_POINTS, f"a save has only {total} operations: too few to spread points over"
+    return sorted({1 + round(i * (total - 1) / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("victim", [None, 0, 1], ids=["all ranks", "rank 0", "rank 1"])
+def test_a_restart_after_sigkill_restores_one_whole_step_on_all_ranks(
+    victim: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    restored = set()
+    for at in _points():
+        folder = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
+        try:
+            with pytest.raises(RanksFailedError, match="exit code -9"):
+                run_ranks(2, _save_two, folder, at, victim)
+            results = run_ranks(2, _restart, folder)
+            steps = {step for step, _, _ in results}
+            assert len(steps) == 1, f"ranks restored different steps after a kill at {at}: {results}"
+            assert steps <= {1, 2}
+            for step, seen, again in results:
+                assert seen == {step}, f"kill at operation {at}: {results}"
+                assert again == 3
+            restored |= steps
+            left = [p for p in (Path(folder) / "memory").rglob("*") if p.is_file()]
+            assert not left, f"close left memory files: {left}"
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    if victim is None:
+        assert restored == {1, 2}, "the points did not reach both sides of the commit"

@@ -1,0 +1,147 @@
+"""Run a function on several gloo ranks, each in its own process, within a deadline."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+if _ROOT not in sys.path:
+    sys.path.insert(0, _ROOT)  # children unpickle `tests.<module>.<function>`
+_PRELOAD = ("torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "tests.ranks")
+_GRACE_S = 5.0
+
+
+class RanksFailedError(RuntimeError):
+    """Some rank raised, died or did not finish. The message holds every rank's traceback."""
+
+    def __init__(self, message: str, failed_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.failed_ranks = failed_ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.failed_ranks)
+
+
+def run_ranks(n: int, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
+    """Call `fn(rank, *args)` in `n` processes with an initialised gloo group; results by rank.
+
+    `fn` is a module-level function; its arguments and results must pickle. Processes come from a
+    fork server that has imported torch already. Whoever is left at the deadline, or a few seconds
+    after another rank failed, is killed.
+
+    Raises:
+        RanksFailedError: with the tracebacks of all ranks that failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        started = [_start(context, rank, n, rendezvous, timeout_s, fn, args) for rank in range(n)]
+        try:
+            outcomes = _gather(started, time.monotonic() + timeout_s)
+        finally:
+            for process, connection in started:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                connection.close()
+    failed = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+    if failed:
+        listing = "\n".join(f"--- rank {rank} ---\n{failed[rank]}" for rank in sorted(failed))
+        raise RanksFailedError(
+            f"{len(failed)} of {n} ranks failed\n{listing}", tuple(sorted(failed))
+        )
+    return [outcomes[rank][1] for rank in range(n)]
+
+
+def _start(
+    context: ForkServerContext,
+    rank: int,
+    n: int,
+    rendezvous: str,
+    timeout_s: float,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+) -> tuple[ForkServerProcess, Connection]:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_rank_main, args=(theirs, rank, n, rendezvous, timeout_s, fn, args), daemon=False
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _gather(
+    started: list[tuple[ForkServerProcess, Connection]], deadline: float
+) -> dict[int, tuple[bool, Any]]:
+    """Collect what ranks report, then give them a moment to exit by themselves."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(started)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                outcomes[rank] = connection.recv()
+            except EOFError:
+                started[rank][0].join(_GRACE_S)
+                outcomes[rank] = (False, f"died with exit code {started[rank][0].exitcode}")
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    for rank in waiting.values():
+        outcomes[rank] = (False, "did not finish before the deadline and was killed")
+    if not waiting:
+        for process, _ in started:
+            process.join(_GRACE_S)
+    return outcomes
+
+
+def _rank_main(
+    connection: Connection,
+    rank: int,
+    n: int,
+    rendezvous: str,
+    timeout_s: float,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)
+    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=n,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        result = fn(rank, *args)
+        connection.send((True, result))
+    except BaseException:  # noqa: BLE001 - the parent raises it
+        connection.send((False, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.close()
