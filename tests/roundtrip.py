@@ -80,9 +80,7 @@ def restore(
     partial: bool = False,
 ) -> RestorePlan:
     """Match, prepare, apply; afterwards the buffer is overwritten, so nothing live may alias it."""
-    plan = match(
-        saved, state, rank=rank, world_size=world_size, strict=strict, partial=partial
-    )
+    plan = match(saved, state, rank=rank, world_size=world_size, strict=strict, partial=partial)
     copy = bytearray(saved.buffer)
     typed = views(memoryview(copy), saved.layout, saved.header.table, saved.header.pieces)
     plan.prepare({index: typed[index] for index in plan.needed})

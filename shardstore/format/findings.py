@@ -58,15 +58,14 @@ class Findings:
         if self.damage:
             self.problems.clear()
             self._num_unlisted = 0
-        self.raise_any(f"the {what} cannot be read")
-        return {}
+        raise self._error(f"the {what} cannot be read")
 
     def read_record(self, value: object, record: type[msgspec.Struct]) -> dict[str, Any]:
         """Convert the fields of a record, each by itself; those that do not fit are noted and left out."""
         try:
             whole = msgspec.convert(value, record)
             return {name: getattr(whole, name) for name in record.__struct_fields__}
-        except (msgspec.ValidationError, RecursionError):
+        except msgspec.ValidationError:
             return self._read_fields(value, record, "")
 
     def raise_any(self, what: str) -> None:
@@ -76,17 +75,19 @@ class Findings:
             CorruptSnapshotError: Damage and nothing else.
             FormatError: The format is broken; damage is listed too.
         """
-        if not self.problems and not self.damage:
-            return
+        if self.problems or self.damage:
+            raise self._error(what)
+
+    def _error(self, what: str) -> CorruptSnapshotError | FormatError:
         if not self.problems:
-            raise CorruptSnapshotError(
+            return CorruptSnapshotError(
                 f"{self.source}: {'; '.join(self.damage)}. It is not as it was written",
                 file=self.source,
             )
         problems = [*self.damage, *self.problems]
         if self._num_unlisted:
             problems.append(f"and {self._num_unlisted} more")
-        raise FormatError(f"{self.source}: {what}", problems=problems)
+        return FormatError(f"{self.source}: {what}", problems=problems)
 
     def _read_fields(
         self, value: object, record: type[msgspec.Struct], where: str
@@ -114,12 +115,11 @@ class Findings:
         """Convert one value; where that fails, go into it to name every part that does."""
         try:
             return msgspec.convert(value, kind)
-        except RecursionError:
-            self.add(f"{where} is nested too deeply")
-            return _FAILED
         except msgspec.ValidationError as error:
             reason = str(error)
         num_before = len(self.problems) + self._num_unlisted
+        if value is not None and type(None) in get_args(kind):
+            (kind,) = (part for part in get_args(kind) if part is not type(None))
         args = get_args(kind)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             self._read_fields(value, kind, where)

@@ -50,9 +50,12 @@ def match_value(matcher: Matcher, path: tuple[str, ...], live: object, node: Nod
         return matcher.fill(path, live, node.row)
     elif isinstance(node, ContainerNode) and type(live) is node.type:
         return _match_container(matcher, path, live, node)
-    elif kind in (Kind.LEAF, Kind.CONTAINER) and not holds_identity(live):
-        if isinstance(node, LeafNode | ContainerNode):
-            return Slot(rebuild(matcher, path, ABSENT, node, Placing()), rebinds=True)
+    elif (
+        isinstance(node, LeafNode | ContainerNode)
+        and kind in (Kind.LEAF, Kind.CONTAINER)
+        and not holds_identity(live)
+    ):
+        return Slot(rebuild(matcher, path, ABSENT, node, Placing()), rebinds=True)
     matcher.differences.mismatched.append(
         f"{'.'.join(path)}: {describe_node(node)} in the snapshot, a {_live_text(live, kind)} in the "
         "live state"
@@ -112,7 +115,7 @@ def _match_extra(matcher: Matcher, path: tuple[str, ...], owner: nn.Module, node
 def _match_stateful(
     matcher: Matcher, path: tuple[str, ...], live: Stateful, node: StatefulNode
 ) -> Slot:
-    is_random = type(live) is RNGState  # type: ignore[comparison-overlap]
+    is_random = type(live) is RNGState
 
     def match() -> Callable[[Actions], None]:
         tree = live.state_dict()

@@ -39,8 +39,8 @@ class RestorePlan:
     """Non-persistent buffers of live modules: no snapshot holds them."""
     num_tensors: int
     """Stored rows that are restored, aliases included."""
-    _prepare: Callable[[Actions], None]
-    _actions: Actions | None = field(default=None)
+    _prepare: Callable[[Actions], None] = field(repr=False)
+    _actions: Actions | None = field(default=None, repr=False)
 
     def prepare(self, views: Mapping[int, torch.Tensor]) -> None:
         """Allocate and decode everything that `apply` needs; touches nothing live.

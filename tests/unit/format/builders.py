@@ -157,11 +157,10 @@ def forge(
 
 def reseal(data: bytes, text: bytes, *, fix_digest: bool = True) -> bytes:
     """Replace the JSON of a file; its room grows by whole pages where needed."""
-    length = room = struct.unpack("<Q", data[:8])[0]
-    while room < len(text):
-        room += 4096
-    forged = bytearray(struct.pack("<Q", room) + text.ljust(room) + data[8 + length :])
-    length = room
+    old = length = struct.unpack("<Q", data[:8])[0]
+    while length < len(text):
+        length += 4096
+    forged = bytearray(struct.pack("<Q", length) + text.ljust(length) + data[8 + old :])
     if fix_digest:
         digest = digest_around(memoryview(forged)[: 8 + length], DIGEST_AT)
         forged[DIGEST_AT : DIGEST_AT + len(BLANK)] = digest.encode()

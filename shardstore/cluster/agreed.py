@@ -1,0 +1,113 @@
+"""A point in a counted sequence of calls that all ranks reach with the same answer (P6).
+
+A rank hears of an event at a moment of its own. It then *freezes*: it posts the last call that it had
+answered "no", in the same critical section, so that no call slips in between. Rank 0 puts the point
+behind the latest of them; frozen ranks wait for it before they answer later calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from shardstore.cluster.coordination import Coordinator
+from shardstore.cluster.owner import Stopped
+from shardstore.errors import CoordinationError
+
+
+class _Reached(msgspec.Struct, frozen=True):
+    at: int | None
+    flag: bool
+
+
+class _Point(msgspec.Struct, frozen=True):
+    at: int | None
+    """None: no point could be agreed."""
+    all_flagged: bool
+
+
+class AgreedPoint:
+    """One agreement. `reached` answers alike on every rank for the same call number.
+
+    Condition: call k never waits for a later call of another rank.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, name: str, *, reached: int | None, timeout_s: float
+    ) -> None:
+        """Unfrozen.
+
+        Args:
+            coordinator: Of this rank.
+            name: Used once; equal on all ranks.
+            reached: Number of the last call that began already; None: none did.
+            timeout_s: Longest wait for the point; then "no point" is proposed.
+        """
+        self._coordinator = coordinator
+        self._name = name
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._reached = reached
+        self._frozen = False
+        self._point: _Point | None = None
+
+    def signal(self, *, flag: bool = False) -> None:
+        """This rank has heard of the event. `flag` is a fact that `all_flagged` combines."""
+        with self._lock:
+            if self._frozen:
+                return
+            self._frozen = True
+            mine = msgspec.json.encode(_Reached(self._reached, flag))
+            self._coordinator.post(f"{self._name}/reached/{self._coordinator.rank}", mine)
+        if self._coordinator.rank == 0:
+            ranks = range(self._coordinator.world_size)
+            heard = self._coordinator.watch([f"{self._name}/reached/{rank}" for rank in ranks])
+            heard.add_done_callback(self._decide)
+
+    def _decide(self, heard: Future[Any]) -> None:
+        """On rank 0's owner thread: the point is behind the latest call of any rank."""
+        if heard.cancelled() or heard.exception() is not None:
+            return
+        posts = [msgspec.json.decode(value, type=_Reached) for value in heard.result()]
+        latest = max((post.at for post in posts if post.at is not None), default=-1)
+        point = _Point(latest + 1, all(post.flag for post in posts))
+        self._coordinator.propose_later(f"{self._name}/point", msgspec.json.encode(point))
+
+    def reached(self, number: int) -> bool:
+        """Whether call `number` is at or past the point; numbers must not decrease."""
+        with self._lock:
+            if not self._frozen:
+                self._reached = number
+                return False
+            if self._reached is not None and number <= self._reached:
+                return False
+        at = self._await().at
+        return at is not None and number >= at
+
+    def all_flagged(self) -> bool:
+        """Whether every rank set its flag; waits for the point."""
+        return self._await().all_flagged
+
+    def _await(self) -> _Point:
+        if self._point is None:
+            self._point = self._ask()
+        return self._point
+
+    def _ask(self) -> _Point:
+        key = f"{self._name}/point"
+        try:
+            values = self._coordinator.wait(
+                [key], phase="agreeing on where to raise", ranks=[0], timeout_s=self._timeout_s
+            )
+            assert not isinstance(values, Stopped)
+            stored = values[0]
+        except CoordinationError:
+            nothing = msgspec.json.encode(_Point(None, all_flagged=False))
+            try:
+                stored = self._coordinator.propose(key, nothing)
+            except CoordinationError:
+                return _Point(None, all_flagged=False)
+        return msgspec.json.decode(stored, type=_Point)

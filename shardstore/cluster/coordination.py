@@ -1,0 +1,341 @@
+"""What ranks decide together, over a key-value store; never a collective (P2).
+
+Every joint decision is one key, written once. Giving up at a deadline means proposing failure and
+obeying what is stored, so ranks never end with different answers. Only an unreachable store leaves a
+rank without one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from shardstore.cluster.kv import KeyValueStore
+from shardstore.cluster.owner import Stopped, StoreOwner, progress_key
+from shardstore.errors import CoordinationError, CoordinationTimeoutError
+
+__all__ = ["Coordinator", "Stopped"]
+
+T = TypeVar("T")
+
+_REPLY_S: Final = 5.0
+"""How long the store's host may take to answer one small call before it counts as unreachable."""
+_SLACK: Final = 1.25
+"""Others wait this much longer than rank 0, which knows best who is missing."""
+_MAX_NAMED: Final = 16
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """Why a joint step failed; the same on all ranks."""
+
+    message: str
+    failed_ranks: tuple[int, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+
+
+class Coordinator:
+    """One rank's voice. Thread-safe; names and keys are used once."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        nonce: str = "00000000",
+        host: str = "localhost",
+        boot_id: str = "",
+        local_ranks: Sequence[int] = (0,),
+    ) -> None:
+        """Talk over `store`.
+
+        Args:
+            store: Shared by all ranks; owned by this coordinator's thread from now on.
+            rank: This rank in the group.
+            world_size: Size of the group.
+            timeout_s: Longest wait without progress of the ranks that are waited for.
+            nonce: Eight hex digits, equal on all ranks and new at each start.
+            host: Name of this host.
+            boot_id: Of this host's kernel; equal for ranks that share memory.
+            local_ranks: Ranks on this host.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.nonce = nonce
+        self.host = host
+        self.boot_id = boot_id
+        self.local_ranks = tuple(local_ranks)
+        self._owner = StoreOwner(store, rank)
+
+    # -------------------------------------------------------------- primitives
+
+    def post(self, key: str, value: bytes) -> None:
+        """Store a value; does not wait. Calls of one rank take effect in order."""
+        self._owner.call(lambda store: store.set(key, value))
+
+    def propose(self, key: str, value: bytes) -> bytes:
+        """Write a key once; returns what is stored, this value or an earlier one.
+
+        Raises:
+            CoordinationTimeoutError: The store is unreachable: the outcome is unknown.
+        """
+        return self._reply(self._owner.call(lambda store: store.compare_set(key, value)), key)
+
+    def claim(self, key: str) -> bool:
+        """Whether this is the first claim of `key` over all ranks."""
+        return self._reply(self._owner.call(lambda store: store.add(key, 1)), key) == 1
+
+    def retire(self, name: str, keys: Sequence[str]) -> None:
+        """This rank needs `keys` no more; the last rank that says so removes them."""
+
+        def count(store: KeyValueStore) -> None:
+            counter = f"{name}/done"
+            if store.add(counter, 1) == self.world_size:
+                for key in (*keys, counter):
+                    store.delete(key)
+
+        self._owner.call(count)
+
+    def forget(self, key: str) -> None:
+        """Remove a key that nobody waits for any more."""
+        self._owner.call(lambda store: store.delete(key))
+
+    def progress(self, nbytes: int) -> None:
+        """Count work done in bytes: deadlines of those who wait for this rank start anew."""
+        self._owner.progress(nbytes)
+
+    def _reply(self, future: Future[T], phase: str) -> T:
+        try:
+            return future.result(max(_REPLY_S, min(self.timeout_s, 60.0)))
+        except FutureTimeoutError:
+            future.cancel()
+            raise self._unreachable(phase) from None
+
+    def _unreachable(self, phase: str) -> CoordinationTimeoutError:
+        return CoordinationTimeoutError(
+            f"store host (rank 0) unreachable during {phase}: the process of rank 0 is stopped or its "
+            "host is cut off. The outcome is unknown; this rank is unchanged.",
+            failed_ranks=(0,),
+            phase=phase,
+        )
+
+    def propose_later(self, key: str, value: bytes) -> None:
+        """`propose` without waiting for the answer."""
+        self._owner.call(lambda store: store.compare_set(key, value))
+
+    def watch(self, keys: Sequence[str]) -> Future[list[bytes] | Stopped]:
+        """Wait for keys without blocking and without a deadline; callbacks run on the owner's thread."""
+        return self._owner.watch(keys, None)
+
+    # ------------------------------------------------------------------- waits
+
+    def wait(
+        self,
+        keys: Sequence[str],
+        *,
+        phase: str,
+        ranks: Sequence[int],
+        stop: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bytes] | Stopped:
+        """Wait until all `keys` are there, or `stop` is.
+
+        Args:
+            keys: To wait for.
+            phase: What the ranks are doing, for messages.
+            ranks: `ranks[i]` writes `keys[i]`.
+            stop: Ends the wait early with its value.
+            timeout_s: Longest wait without progress of the missing ranks; default: the store's.
+
+        Raises:
+            CoordinationTimeoutError: Names the missing ranks; or the store is unreachable.
+            CoordinationError: The connection to the store broke.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        future = self._owner.watch(keys, stop)
+        watcher = _ProgressWatcher(keys, ranks)
+        deadline = time.monotonic() + limit_s
+        look_s = max(0.05, min(limit_s / 8, 5.0))
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return future.result(max(0.0, min(left, look_s)))
+            except FutureTimeoutError:
+                pass
+            moved = self._look(watcher, future, phase, must_answer=left <= 0)
+            if moved:
+                deadline = time.monotonic() + limit_s
+                self.progress(1)  # those who wait for this rank wait for the slow one
+            elif left <= 0 and not future.done():
+                future.cancel()
+                raise _missing(watcher.missing, phase, limit_s)
+
+    def _look(
+        self, watcher: _ProgressWatcher, future: Future[Any], phase: str, *, must_answer: bool
+    ) -> bool:
+        """Whether a missing rank has made progress since the last look."""
+        reply = self._owner.call(watcher.look)
+        try:
+            return reply.result(_REPLY_S if must_answer else 0.5)
+        except FutureTimeoutError:
+            if not must_answer:
+                return False
+            future.cancel()
+            raise self._unreachable(phase) from None
+
+    # -------------------------------------------------------- joint decisions
+
+    def gather_decide(
+        self,
+        name: str,
+        value: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        *,
+        phase: str,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """Every rank posts a value, rank 0 decides from all of them, every rank gets the decision.
+
+        Args:
+            name: Used once; equal on all ranks.
+            value: This rank's.
+            decide: Runs on rank 0 only; what it raises becomes a failure on all ranks.
+            phase: What the ranks are doing, for messages.
+            timeout_s: Longest wait without progress; default: the store's.
+
+        Raises:
+            CoordinationTimeoutError: Some rank is missing; the same on all ranks.
+            CoordinationError: `decide` failed; the same on all ranks.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        mine, out = f"{name}/in/{self.rank}", f"{name}/out"
+        self.post(mine, value)
+        if self.rank == 0:
+            stored = self._decide(name, out, decide, phase, limit_s)
+        else:
+            stored = self._await_decision(name, out, phase, limit_s)
+        self.forget(mine)
+        self.retire(name, [out])
+        if stored[:1] == b"+":
+            return stored[1:]
+        verdict = msgspec.json.decode(stored[1:], type=_Verdict)
+        if verdict.missing_ranks:
+            raise CoordinationTimeoutError(
+                verdict.message,
+                missing_ranks=verdict.missing_ranks,
+                failed_ranks=verdict.failed_ranks,
+                phase=phase,
+            )
+        raise CoordinationError(verdict.message, failed_ranks=verdict.failed_ranks, phase=phase)
+
+    def _decide(
+        self,
+        name: str,
+        out: str,
+        decide: Callable[[list[bytes]], bytes],
+        phase: str,
+        limit_s: float,
+    ) -> bytes:
+        ranks = range(self.world_size)
+        keys = [f"{name}/in/{rank}" for rank in ranks]
+        try:
+            values = self.wait(keys, phase=phase, ranks=ranks, stop=out, timeout_s=limit_s)
+            if isinstance(values, Stopped):
+                return values.value
+            proposal = b"+" + decide(values)
+        except CoordinationTimeoutError as error:
+            if not error.missing_ranks:
+                raise
+            proposal = _refusal(error)
+        except Exception as error:  # noqa: BLE001 - becomes the answer of all ranks
+            message = f"{phase} failed on rank 0: {type(error).__name__}: {error}"
+            proposal = b"-" + msgspec.json.encode(_Verdict(message, failed_ranks=(0,)))
+        return self.propose(out, proposal)
+
+    def _await_decision(self, name: str, out: str, phase: str, limit_s: float) -> bytes:
+        try:
+            values = self.wait([out], phase=phase, ranks=[0], timeout_s=limit_s * _SLACK)
+        except CoordinationTimeoutError as error:
+            if not error.missing_ranks:
+                raise
+            ranks = range(self.world_size)
+            watcher = _ProgressWatcher([f"{name}/in/{rank}" for rank in ranks], ranks)
+            self._reply(self._owner.call(watcher.look), phase)
+            late = watcher.missing or [0]
+            return self.propose(out, _refusal(_missing(late, phase, limit_s)))
+        assert not isinstance(values, Stopped)
+        return values[0]
+
+    # ----------------------------------------------------------------- leaving
+
+    def close(self, timeout_s: float) -> bool:
+        """Leave together; rank 0, which hosts the store, last. False if some rank did not come."""
+        clean = True
+        try:
+            self.gather_decide(
+                "close", b"", lambda _: b"", phase="closing the store", timeout_s=timeout_s
+            )
+            if self.rank == 0:
+                others = range(1, self.world_size)
+                self.wait(
+                    [f"left/{rank}" for rank in others],
+                    phase="closing the store",
+                    ranks=others,
+                    timeout_s=min(timeout_s, _REPLY_S),
+                )
+            else:
+                self.propose(f"left/{self.rank}", b"1")
+        except CoordinationError:
+            clean = False
+        self._owner.end("the store was closed")
+        return clean
+
+    def abandon(self) -> None:
+        """Leave at once, waiting for nobody."""
+        self._owner.end("this rank has left the store")
+
+
+class _ProgressWatcher:
+    """Who is missing, and whether they still work. Runs on the owner's thread."""
+
+    def __init__(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+        self._left = list(zip(keys, ranks, strict=True))
+        self._seen: dict[int, bytes | None] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted({rank for _, rank in self._left})
+
+    def look(self, store: KeyValueStore) -> bool:
+        self._left = [(key, rank) for key, rank in self._left if store.get(key) is None]
+        moved = False
+        for rank in self.missing:
+            now = store.get(progress_key(rank))
+            moved = moved or (rank in self._seen and now != self._seen[rank])
+            self._seen[rank] = now
+        return moved
+
+
+def _missing(ranks: Sequence[int], phase: str, limit_s: float) -> CoordinationTimeoutError:
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    if ranks[_MAX_NAMED:]:
+        named += f" and {len(ranks) - _MAX_NAMED} more"
+    return CoordinationTimeoutError(
+        f"rank {named} made no progress for {limit_s:g} s during {phase}: it died, hangs, or did not "
+        "make the same call",
+        missing_ranks=ranks,
+        failed_ranks=ranks,
+        phase=phase,
+    )
+
+
+def _refusal(error: CoordinationTimeoutError) -> bytes:
+    verdict = _Verdict(error.message, error.failed_ranks, error.missing_ranks)
+    return b"-" + msgspec.json.encode(verdict)

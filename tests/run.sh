@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Passes the tests from a fresh clone: a virtual environment with the tested versions, then every check.
+#   VENV=/some/venv bash tests/run.sh     uses or makes that environment instead of .venv
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${VENV:-${VIRTUAL_ENV:-.venv}}"
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+bin="$(cd "$venv/bin" && pwd)"
+"$bin/python" -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+"$bin/lint-imports"
+"$bin/coverage" erase
+"$bin/python" -m pytest --cov --cov-report=term "$@"
