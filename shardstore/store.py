@@ -136,7 +136,7 @@ class SnapshotStore:
         self._failures.enter(self._count)
         save = PendingSave(
             count=self._count,
-            step=step if isinstance(step, int) else -1,
+            step=-1,
             persist=persist,
             created=time.time(),
         )
@@ -268,7 +268,7 @@ class SnapshotStore:
             copy = PrivateCopy(self._session, state)
         except BaseException as error:  # noqa: BLE001 - all ranks must hear of it first
             problem = error
-        self._restorer = None
+        before = self._restorer
         try:
             options = RestoreOptions(
                 None if step is None else check_step(step), partial=True, strict=strict
@@ -282,7 +282,12 @@ class SnapshotStore:
                 self._state = "open"
             if copy is not None:
                 try:
-                    if self._restorer is not None and self._restorer.has_touched_state:
+                    restorer = self._restorer
+                    if (
+                        restorer is not None
+                        and restorer is not before
+                        and restorer.has_touched_state
+                    ):
                         copy.put_back()
                 finally:
                     copy.close()

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 class KeyValueStore(Protocol):
@@ -84,7 +84,7 @@ class TcpKeyValueStore:
     @classmethod
     def host(cls, timeout_s: float) -> tuple[TcpKeyValueStore, int]:
         """Start the server in this process, on a free port of all interfaces; returns it with the port."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(
             "localhost",
@@ -102,7 +102,7 @@ class TcpKeyValueStore:
         Raises:
             RuntimeError: It does not answer within `timeout_s`.
         """
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         return cls(
             TCPStore(

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _MIN_POLL_S: Final = 0.001
 _MAX_POLL_S: Final = 0.05
 _PROGRESS_EVERY_S: Final = 0.5
+_END_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class StoreOwner:
     def end(self, reason: str) -> None:
         """Refuse further calls and fail what is queued; does not wait for a call that hangs."""
         self._fail(CoordinationError(reason, phase="leaving"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
 
     def _fail(self, error: CoordinationError) -> None:
         with self._wake:

@@ -46,8 +46,8 @@ def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
     """
     if root is None:
         return None
-    text = os.fspath(root)
-    if not isinstance(text, str) or not text:
+    text: str | bytes = os.fspath(root)
+    if not text or isinstance(text, bytes):
         raise ValueError(f"root must be a path or None, got {root!r}")
     match = _SCHEME.match(text)
     if match and match[1].lower() == "file":
@@ -63,7 +63,7 @@ def resolve_name(name: str | None, root: str | None) -> str | None:
     """Folder name of the memory namespace; None for anonymous memory (neither name nor root)."""
     if name is None:
         return None if root is None else xxhash.xxh3_64_hexdigest(os.path.realpath(root).encode())
-    if not isinstance(name, str) or not name:
+    if not name:
         raise ValueError(f"name must be a non-empty string, got {name!r}")
     safe = quote(name, safe=" +=@,")
     if safe in (".", "..") or len(safe) > _MAX_NAME:

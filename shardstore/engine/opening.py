@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +21,9 @@ from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.limits import measured_budget
 from shardstore.tiers.memory import MemoryTier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class _Agreement(msgspec.Struct, frozen=True):
     """Readable in memory on all ranks."""
 
 
-def open_session(options: OpenOptions, process_group: object, ops: FileOps) -> Session:
+def open_session(options: OpenOptions, process_group: ProcessGroup | None, ops: FileOps) -> Session:
     """Connect and agree; every rank calls it.
 
     Raises:

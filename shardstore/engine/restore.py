@@ -133,7 +133,8 @@ class Restorer:
                 verdict = self._attempt(verdict.candidate, attempt)
                 attempt += 1
             if verdict.action != "apply":
-                return self._nothing(verdict), new_count
+                self._raise_unless_optional(verdict)
+                return None, new_count
             verified = time.monotonic()
             assert verdict.candidate is not None
             self._apply(verdict.candidate, attempt)
@@ -219,7 +220,7 @@ class Restorer:
         of_step = "" if step is None else f" at step {step}"
         return Note("absent", _NOT_FOUND.format(where=self._where, of_step=of_step))
 
-    def _nothing(self, verdict: Verdict) -> None:
+    def _raise_unless_optional(self, verdict: Verdict) -> None:
         assert verdict.note is not None
         if verdict.action == "absent" and not self._options.required:
             self._session.log("nothing to restore: %s", verdict.note.message)

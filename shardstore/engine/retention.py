@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from shardstore.format.records import SnapshotId
 
 
-def check_keep(keep: int | None) -> int | None:
+def check_keep(keep: object) -> int | None:
     """Validate `keep`: None deletes nothing.
 
     Raises:

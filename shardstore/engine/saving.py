@@ -76,9 +76,9 @@ class SavePipeline:
     def _seal(self, save: PendingSave) -> None:
         try:
             run = self._run.ensure(save.count)
-            save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
             if save.error is not None:
                 raise save.error
+            save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
             self._build(save)
         except BaseException as error:  # noqa: BLE001 - also a KeyboardInterrupt that save() raised
             if save.slot is not None:
@@ -260,6 +260,7 @@ class SavePipeline:
         if outcome is not None:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
         self._session.log("%s is committed (%s)", info.id, ", ".join(tiers))
+        self._retire_keys(save)
         _resolve(lambda: save.committed.set_result(info))
 
     def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
@@ -267,6 +268,7 @@ class SavePipeline:
         if save.id is not None:
             session.know_failed(save.id)
         self._failures.add(save, failure)
+        self._retire_keys(save)
         self._clean_up(save)
         error: ShardStoreError = save_failed(save.step, failure)
         error.__cause__ = save.error
@@ -282,6 +284,14 @@ class SavePipeline:
         unknown.__cause__ = error
         self._failures.add(save, failure_of(error, self._session.rank))
         _resolve(lambda: save.committed.set_exception(unknown))
+
+    def _retire_keys(self, save: PendingSave) -> None:
+        """The outcome is known here: this rank needs the save's keys no more."""
+        coordinator, count = self._session.coordinator, save.count
+        coordinator.forget(f"entry/{count}/{coordinator.rank}")
+        coordinator.forget(f"durable/{count}/{coordinator.rank}")
+        shared = [fail_key(save), f"complete/{count}", f"outcome/{count}"]
+        coordinator.retire(f"save/{count}", shared)
 
     def _clean_up(self, save: PendingSave) -> None:
         """Remove what this rank wrote to the root, once its spill is over."""

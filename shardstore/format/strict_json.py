@@ -12,8 +12,12 @@ import re
 from itertools import chain
 from typing import Final
 
-MAX_DEPTH: Final = 128
-"""Objects and arrays nested deeper are refused. Leaves nest as deep as the trainer's state."""
+MAX_DEPTH: Final = 400
+"""Objects and arrays nested deeper are refused: a leaf may take two levels of JSON for each of the 120
+containers that it may nest in, and Python's decoder recurses."""
+
+MAX_METADATA_DEPTH: Final = 100
+"""Of what users hand over as JSON."""
 
 MAX_DIGITS: Final = 4000
 """Longest integer. Converting digits to a number takes quadratic time."""
@@ -105,7 +109,7 @@ def find_unencodable(value: object, where: str = "metadata") -> list[str]:
     """
     problems: list[str] = []
     level: list[tuple[str, object]] = [(where, value)]
-    for _ in range(MAX_DEPTH - 8):  # the record around it nests too
+    for _ in range(MAX_METADATA_DEPTH):
         deeper: list[tuple[str, object]] = []
         for path, item in level:
             kind = type(item)
@@ -130,7 +134,7 @@ def find_unencodable(value: object, where: str = "metadata") -> list[str]:
         if not deeper:
             return problems
         level = deeper
-    return [*problems, f"{where}: nested deeper than {MAX_DEPTH - 8} levels"]
+    return [*problems, f"{where}: nested deeper than {MAX_METADATA_DEPTH} levels"]
 
 
 def _integer(digits: str) -> int:

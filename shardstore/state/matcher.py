@@ -82,6 +82,8 @@ class Matcher:
         index = self._describe(path, live, row)
         if index is not None and self._agrees(path, row, index):
             self._check_tie(path, row, index)
+            if self.collector.rows[index].alias_of is not None:
+                return Slot(lambda _: live)  # its memory is filled under its first name
             return self._filling(path, live, index, source)
         return Slot(lambda _: live)
 

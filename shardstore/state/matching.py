@@ -115,7 +115,7 @@ def _match_extra(matcher: Matcher, path: tuple[str, ...], owner: nn.Module, node
 def _match_stateful(
     matcher: Matcher, path: tuple[str, ...], live: Stateful, node: StatefulNode
 ) -> Slot:
-    is_random = type(live) is RNGState
+    is_random = isinstance(live, RNGState)
 
     def match() -> Callable[[Actions], None]:
         tree = live.state_dict()

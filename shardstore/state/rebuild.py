@@ -25,6 +25,7 @@ from shardstore.state.nodes import (
     describe_node,
 )
 from shardstore.state.staging import copy_exact
+from shardstore.state.tensors import TORCH_DTYPES
 
 ABSENT: Final = object()
 """No live counterpart."""
@@ -119,6 +120,10 @@ def _fresh(matcher: Matcher, path: tuple[str, ...], row: int, placing: Placing) 
     header = matcher.header
     saved, piece = header.table[row], header.pieces[row]
     source = matcher.use(row)
+    if saved.dtype not in TORCH_DTYPES:
+        matcher.differences.mismatched.append(
+            f"{'.'.join(path)}: dtype {saved.dtype} saved, which torch {torch.__version__} lacks"
+        )
     mesh = None
     if saved.mesh is not None:
         record = header.meshes[saved.mesh]

@@ -33,7 +33,8 @@ def views(
         pieces: This rank's pieces, parallel to `table`.
 
     Returns:
-        One tensor per row: contiguous, of the piece's shape; aliases get an empty uint8 tensor.
+        One tensor per row: contiguous, of the piece's shape; aliases get an empty uint8 tensor, and
+        dtypes that this torch lacks their bytes.
     """
     base = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0).byte()
     empty = torch.empty(0, dtype=torch.uint8)
@@ -41,10 +42,14 @@ def views(
     for row, piece, (start, end) in zip(table, pieces, layout.spans, strict=True):
         if row.alias_of is not None:
             typed.append(empty)
+            continue
+        dtype = TORCH_DTYPES.get(row.dtype)
+        if dtype is None:
+            typed.append(base[start:end])
         elif start == end:
-            typed.append(torch.empty(piece.sizes, dtype=TORCH_DTYPES[row.dtype]))
+            typed.append(torch.empty(piece.sizes, dtype=dtype))
         else:
-            typed.append(base[start:end].view(TORCH_DTYPES[row.dtype]).view(piece.sizes))
+            typed.append(base[start:end].view(dtype).view(piece.sizes))
     return typed
 
 

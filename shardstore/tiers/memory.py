@@ -184,9 +184,9 @@ class MemoryTier:
         if self._is_preparing():
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
-            slot = self._new(nbytes)
-            if slot is not None:
-                return slot
+            new = self._new(nbytes)
+            if new is not None:
+                return new
         for slot in ours:  # another size: give it back and try anew
             if slot.nbytes != nbytes and (slot.state == "free" or self._is_reusable(slot)):
                 self._drop(slot)
@@ -203,7 +203,8 @@ class MemoryTier:
         Give it back with `abandon_slot`; within the budget it then serves the next save, warm.
         """
         with self._changed:
-            slot = next((s for s in self._slots if s.nbytes == nbytes and s.state == "free"), None)
+            free = [s for s in self._slots if s.nbytes == nbytes and s.state == "free"]
+            slot: Slot | None = free[0] if free else None
             if slot is None and self._used_bytes() + nbytes <= self.budget_bytes:
                 slot = self._new(nbytes)
             slot = slot or self._new_anonymous(nbytes)

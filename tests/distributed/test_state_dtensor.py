@@ -38,10 +38,13 @@ def _wrong_meshes(rank: int) -> None:
             match(saved, {"model": tensors(other)}, rank=rank, world_size=4)
         message = str(caught.value)
         assert message.count("mesh of 30 tensors") == 1
-        assert "(dp, tp)" in message and text in message
+        assert "(dp, tp)" in message
+        assert text in message
         assert len(message.splitlines()) < 8
-        assert "(dp, tp)" in caught.value.saved and text in caught.value.current
-        assert "open_snapshot" in message and "HuggingFaceStorageReader" in message
+        assert "(dp, tp)" in caught.value.saved
+        assert text in caught.value.current
+        assert "open_snapshot" in message
+        assert "HuggingFaceStorageReader" in message
     equal = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     restore(saved, {"model": tensors(equal)}, rank=rank, world_size=4)
 
@@ -56,7 +59,9 @@ def _placements(rank: int) -> None:
     saved = save({"w": distribute_tensor(full, mesh, [Shard(0)])}, rank=rank, world_size=2)
     for placement in (Shard(1), Replicate()):
         live = distribute_tensor(full - 20, mesh, [placement])
-        with pytest.raises(StateMismatchError, match=r"w: placement \[Shard\(0\)\] saved") as caught:
+        with pytest.raises(
+            StateMismatchError, match=r"w: placement \[Shard\(0\)\] saved"
+        ) as caught:
             match(saved, {"w": live}, rank=rank, world_size=2, strict=False)
         assert not isinstance(caught.value, TopologyMismatchError)
         assert torch.equal(live.full_tensor(), full - 20)
@@ -121,7 +126,9 @@ def _refusals(rank: int) -> None:
     wrapped = DTensor.from_local(inner, mesh, [Shard(0)])
     with pytest.raises(UnsupportedStateError, match=r"'s' .*_Subclass"):
         flatten_state({"s": wrapped}, rank=rank)
-    short = DTensor.from_local(torch.ones(3 - rank), mesh, [Shard(0)], shape=(7,), stride=(1,))
+    short = DTensor.from_local(
+        torch.ones(3 - rank), mesh, [Shard(0)], shape=torch.Size([7]), stride=(1,)
+    )
     with pytest.raises(UnsupportedStateError, match=r"'u' .*\(7,\)"):
         flatten_state({"u": short}, rank=rank)
 
@@ -149,21 +156,23 @@ def _stateful(rank: int) -> None:
     model = nn.Module()
     model.weight = weight
     average = distribute_tensor(torch.arange(5.0) * 2, mesh, [Shard(0)])
-    state = {"ema": _Holder({"n": 3, "w": average}), "model": model}
+    state: dict[str, Any] = {"ema": _Holder({"n": 3, "w": average}), "model": model}
     saved = save(state, rank=rank, world_size=2)
     live = _Holder(None)
     restore(saved, {"ema": live, "model": model}, rank=rank, world_size=2)
     assert isinstance(live.tree, dict)
     rebuilt = live.tree["w"]
-    assert isinstance(rebuilt, DTensor) and rebuilt is not average
-    assert rebuilt.placements == (Shard(0),) and rebuilt.device_mesh == mesh
+    assert isinstance(rebuilt, DTensor)
+    assert rebuilt is not average
+    assert rebuilt.placements == (Shard(0),)
+    assert rebuilt.device_mesh == mesh
     assert torch.equal(_local(rebuilt), _local(average))
     with torch.no_grad():
         average.to_local().zero_()
     restore(saved, state, rank=rank, world_size=2)
-    assert state["ema"].tree["w"] is average  # type: ignore[union-attr]
+    assert state["ema"].tree["w"] is average
     assert torch.equal(_local(average), _local(rebuilt))
-    with pytest.raises(TopologyMismatchError, match="ema.w.*no equal mesh in the live state"):
+    with pytest.raises(TopologyMismatchError, match=r"ema.w.*no equal mesh in the live state"):
         match(saved, {"ema": _Holder(None)}, rank=rank, world_size=2, partial=True)
 
 
@@ -181,8 +190,12 @@ def _private(rank: int) -> tuple[list[str], list[float]]:
     np.random.seed(rank)
     loader = {"pos": 100 + rank, "buf": torch.arange(rank + 1)}
     shared = torch.zeros(rank + 2, 2)
-    state: dict[str, Any] = {"t": torch.full((2,), float(rank)), "loader": loader, "rng": RNGState()}
-    model = nn.Module()
+    state: dict[str, Any] = {
+        "t": torch.full((2,), float(rank)),
+        "loader": loader,
+        "rng": RNGState(),
+    }
+    model: Any = nn.Module()
     model.register_buffer("expert", shared + 10 + rank)
     state["model"] = model
     saved = save(state, rank=rank, world_size=2)
@@ -192,7 +205,8 @@ def _private(rank: int) -> tuple[list[str], list[float]]:
     model.expert.fill_(-1)
     restore(saved, state, rank=rank, world_size=2)
     assert [torch.rand(1).item(), random.random(), float(np.random.rand())] == drawn
-    assert state["t"].tolist() == [rank, rank] and loader["pos"] == 100 + rank
+    assert state["t"].tolist() == [rank, rank]
+    assert loader["pos"] == 100 + rank
     assert model.expert.unique().tolist() == [10 + rank]
     keys = [piece.key for piece in saved.header.pieces]
     return keys, drawn
@@ -200,8 +214,11 @@ def _private(rank: int) -> tuple[list[str], list[float]]:
 
 def test_plain_tensors_and_random_streams_are_private_to_a_rank() -> None:
     (keys0, drawn0), (keys1, drawn1) = run_ranks(2, _private)
-    assert "t@0" in keys0 and "t@1" in keys1 and "loader.buf@1" in keys1
-    assert "model.expert" in keys0 and "model.expert" in keys1
+    assert "t@0" in keys0
+    assert "t@1" in keys1
+    assert "loader.buf@1" in keys1
+    assert "model.expert" in keys0
+    assert "model.expert" in keys1
     assert drawn0 != drawn1
 
 

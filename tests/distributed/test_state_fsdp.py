@@ -81,10 +81,11 @@ def _resume(rank: int, size: int) -> None:
     plan = restore(saved, fresh, rank=rank, world_size=size)
     assert plan.num_tensors == len(saved.header.table)
     assert fresh["model"].embedding.weight is weight is fresh["model"].head.weight
-    assert list(fresh["optimizer"].state)[0] is weight
+    assert next(iter(fresh["optimizer"].state)) is weight
     moment = fresh["optimizer"].state[weight]["exp_avg"]
     assert isinstance(moment, DTensor)
-    assert moment.placements == weight.placements and moment.shape == weight.shape
+    assert moment.placements == weight.placements
+    assert moment.shape == weight.shape
     assert _train(fresh, range(3, 6), rank) == expected
     assert _locals(fresh["model"]) == _locals(state["model"])
 
@@ -100,8 +101,10 @@ def _table_of(rank: int, size: int) -> tuple[Any, ...]:
     flat = flatten_state(state, rank=rank)
     tied = [row for row in flat.table if row.alias_of is not None]
     assert [row.path for row in tied] == [("model", "head.weight")]
-    sizes = {".".join(row.path): piece.sizes for row, piece in zip(flat.table, flat.pieces)}
-    for tensor, piece in zip(flat.tensors, flat.pieces):
+    sizes = {
+        ".".join(row.path): piece.sizes for row, piece in zip(flat.table, flat.pieces, strict=False)
+    }
+    for tensor, piece in zip(flat.tensors, flat.pieces, strict=False):
         assert tuple(tensor.shape) == piece.sizes
     return flat.table, sizes["model.embedding.weight"], sizes["linear.weight"], sizes["linear.bias"]
 
@@ -196,7 +199,8 @@ def _tensor_parallel(rank: int, rows: int) -> list[float]:
     assert _locals(model) == before
     weight = next(iter(model.parameters()))
     buffer = fresh.state[weight]["momentum_buffer"]
-    assert isinstance(buffer, DTensor) and isinstance(weight, DTensor)
+    assert isinstance(buffer, DTensor)
+    assert isinstance(weight, DTensor)
     assert buffer.placements == weight.placements
     with torch.no_grad():
         values: list[float] = (buffer.to_local() * 0 + weight.to_local() + 0.1).flatten().tolist()
@@ -224,7 +228,7 @@ def _untied(rank: int) -> None:
     model.head.weight = nn.Parameter(copy.deepcopy(model.embedding.weight.detach()))
     live = _sharded(model, mesh)
     before = _locals(live)
-    with pytest.raises(StateMismatchError, match="tied to model.embedding.weight in the snapshot"):
+    with pytest.raises(StateMismatchError, match=r"tied to model.embedding.weight in the snapshot"):
         match(saved, {"model": live}, rank=rank, world_size=2)
     saved = save({"model": live}, rank=rank, world_size=2)
     with pytest.raises(StateMismatchError, match=r"in the live state .*separate in the snapshot"):

@@ -88,7 +88,10 @@ def kill_at(number: int, pids: Sequence[int]) -> Action:
 
     def act(_name: str, at: int) -> None:
         if at == number:
-            for pid in [*(p for p in pids if p != os.getpid()), *(p for p in pids if p == os.getpid())]:
+            for pid in [
+                *(p for p in pids if p != os.getpid()),
+                *(p for p in pids if p == os.getpid()),
+            ]:
                 os.kill(pid, signal.SIGKILL)
 
     return act

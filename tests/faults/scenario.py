@@ -46,7 +46,7 @@ class Job:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.counter = Counter(rank)
-        self.progress = {"step": -1, "history": [0.5]}
+        self.progress: dict[str, Any] = {"step": -1, "history": [0.5]}
         self.fill(-1)
 
     @property

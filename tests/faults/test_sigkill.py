@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ from tests.faults.scenario import Job, open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
 
 NUM_POINTS = 20
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """On the tmpfs, so that the memory tier is really one."""
-    path = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _save_two(rank: int, folder: str, at: int, only_rank: int | None) -> list[str]:
@@ -73,9 +64,7 @@ def _points() -> list[int]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [None, 0, 1], ids=["all ranks", "rank 0", "rank 1"])
-def test_a_restart_after_sigkill_restores_one_whole_step_on_all_ranks(
-    victim: int | None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_restart_after_sigkill_restores_one_whole_step_on_all_ranks(victim: int | None) -> None:
     restored = set()
     for at in _points():
         folder = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
@@ -84,7 +73,9 @@ def test_a_restart_after_sigkill_restores_one_whole_step_on_all_ranks(
                 run_ranks(2, _save_two, folder, at, victim)
             results = run_ranks(2, _restart, folder)
             steps = {step for step, _, _ in results}
-            assert len(steps) == 1, f"ranks restored different steps after a kill at {at}: {results}"
+            assert len(steps) == 1, (
+                f"ranks restored different steps after a kill at {at}: {results}"
+            )
             assert steps <= {1, 2}
             for step, seen, again in results:
                 assert seen == {step}, f"kill at operation {at}: {results}"

@@ -81,6 +81,14 @@ def test_data_starts_on_a_page_and_wider_tensors_come_first() -> None:
     assert layout.nbytes == 4096 + 49
 
 
+def test_leaves_may_nest_as_deep_as_their_codec_allows() -> None:
+    leaves: object = 1
+    for _ in range(120):
+        leaves = ["dict", [["key", leaves]]]
+    file = seal(make_header([], leaves=leaves))
+    assert read(file.data).header.leaves == leaves
+
+
 def test_a_file_without_tensors_is_only_a_header() -> None:
     file = seal(make_header([]))
     assert len(file.data) == file.layout.data_start == file.layout.nbytes

@@ -1,0 +1,17 @@
+"""Folders on the tmpfs, so that the memory tier is really one."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A fresh folder on the tmpfs, removed afterwards."""
+    path = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
