@@ -361,13 +361,13 @@ class SnapshotStore:
         if self._state == "closed":
             return
         self._state, self._why_closed = "closed", why
-        self._session.coordinator.abandon()
         self._leaving = threading.Thread(
             target=self._finish_own, name="shardstore-leave", daemon=True
         )
         self._leaving.start()
 
     def _finish_own(self) -> None:
+        self._session.coordinator.abandon()
         self._pipeline.stop_own(_EXIT_WAIT_S)
         self._leave(keep_memory=True)
 

@@ -7,7 +7,9 @@ rank without one.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -28,6 +30,9 @@ _REPLY_S: Final = 5.0
 _SLACK: Final = 1.25
 """Others wait this much longer than rank 0, which knows best who is missing."""
 _MAX_NAMED: Final = 16
+_MAX_UNTOLD: Final = 64
+_LINGER_S: Final = 5.0
+_LINGER_POLL_S: Final = 0.005
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -73,6 +78,7 @@ class Coordinator:
         self.boot_id = boot_id
         self.local_ranks = tuple(local_ranks)
         self._owner = StoreOwner(store, rank)
+        self._untold: deque[str] = deque(maxlen=_MAX_UNTOLD)
 
     # -------------------------------------------------------------- primitives
 
@@ -94,6 +100,7 @@ class Coordinator:
 
     def retire(self, name: str, keys: Sequence[str]) -> None:
         """This rank needs `keys` no more; the last rank that says so removes them."""
+        self._untold.append(name)
 
         def count(store: KeyValueStore) -> None:
             counter = f"{name}/done"
@@ -294,12 +301,33 @@ class Coordinator:
                 self.propose(f"left/{self.rank}", b"1")
         except CoordinationError:
             clean = False
+            self._linger()
         self._owner.end("the store was closed")
         return clean
 
     def abandon(self) -> None:
-        """Leave at once, waiting for nobody."""
+        """Leave without the others.
+
+        Only rank 0, whose process hosts the store, lingers a few seconds: until the others have read
+        what was decided, so that they raise its error and not "the host is gone".
+        """
+        self._linger()
         self._owner.end("this rank has left the store")
+
+    def _linger(self) -> None:
+        if self.rank != 0 or self.world_size == 1:
+            return
+
+        def untold(store: KeyValueStore) -> bool:
+            return any(store.get(f"{name}/done") is not None for name in self._untold)
+
+        deadline = time.monotonic() + _LINGER_S
+        pause = threading.Event()
+        try:
+            while time.monotonic() < deadline and self._owner.call(untold).result(_LINGER_S):
+                pause.wait(_LINGER_POLL_S)
+        except (CoordinationError, FutureTimeoutError):
+            pass
 
 
 class _ProgressWatcher:

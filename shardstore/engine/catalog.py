@@ -245,7 +245,7 @@ def aborted_manifest(
         shards=(),
         metadata=None,
         writer=dict(writer),
-        reason=reason[:500],
+        reason=reason[:500].encode("utf-8", "backslashreplace").decode(),
     )
 
 

@@ -52,7 +52,9 @@ class SnapshotId(msgspec.Struct, frozen=True, eq=True):
         return self.name
 
 
-class Placement(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Placement(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """How one mesh axis holds a tensor. For people and validation: offsets are the ground truth."""
 
     type: str
@@ -73,7 +75,9 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Global ranks, row-major."""
 
 
-class TensorRow(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorRow(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """What a tensor is on every rank: one row of a tensor table.
 
     Equal on all ranks of an FSDP job, so a manifest stores each distinct table once.
@@ -95,7 +99,9 @@ class TensorRow(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     """Index of an earlier row that is the same tensor (tied parameters): no bytes of its own."""
 
 
-class TensorPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorPiece(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """This rank's piece of the row with the same index: a half-open box in global coordinates."""
 
     key: str
