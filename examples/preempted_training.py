@@ -33,6 +33,8 @@ import shardstore
 
 NUM_RANKS: Final = 2
 RUN_LIMIT_S: Final = 180.0
+LONGEST_WAIT_S: Final = 0.005
+"""From `save` having returned somewhere to the kill."""
 HERE: Final = Path(__file__).resolve().parent
 
 
@@ -157,7 +159,7 @@ def finish(run: Run) -> None:
         raise ExampleFailedError(f"{run.title}: ended with status {run.torchrun.returncode}")
 
 
-def kill_in_a_save(run: Run, *, from_step: int, longest_wait_s: float) -> None:
+def kill_in_a_save(run: Run, *, from_step: int) -> None:
     """SIGKILL every process while a save at `from_step` or later is being written.
 
     `save` has returned on some rank and the rest goes on behind. All processes are stopped first, to
@@ -170,7 +172,7 @@ def kill_in_a_save(run: Run, *, from_step: int, longest_wait_s: float) -> None:
         if entry["event"] != "saved" or entry["step"] <= step:
             return False
         step = entry["step"]
-        time.sleep(random.uniform(0.0, longest_wait_s))
+        time.sleep(random.uniform(0.0, LONGEST_WAIT_S))
         run.signal_all(signal.SIGSTOP)
         if any(info.step == step for info in shardstore.list_snapshots(setup.root)):
             run.signal_all(signal.SIGCONT)
@@ -198,16 +200,16 @@ def train_all(setup: Setup, runs: list[Run]) -> None:
 
     finish(start("uninterrupted", f"{setup.steps} steps, no snapshots", with_store=False))
     run = start("killed", f"the same, with a snapshot every {setup.save_every} steps")
-    kill_in_a_save(run, from_step=setup.steps // 3, longest_wait_s=0.0)
+    kill_in_a_save(run, from_step=setup.steps // 3)
     run = start("from memory", "restarted with the memory that the dead ranks left")
-    kill_in_a_save(run, from_step=2 * setup.steps // 3, longest_wait_s=0.01)
+    kill_in_a_save(run, from_step=2 * setup.steps // 3)
     shutil.rmtree(setup.memory)
     finish(start("from disk", "restarted with its memory deleted"))
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Kill a training twice and compare its losses.")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep snapshots and logs here")
     parser.add_argument("--png", type=Path, default=Path("preempted_training.png"))

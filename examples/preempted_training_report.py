@@ -76,19 +76,20 @@ def find_differences(runs: list[RunLog]) -> list[str]:
 
 def print_phases(runs: list[RunLog]) -> None:
     """Seconds that each phase took on the slowest rank."""
-    columns = ("process start", "set-up", "agree", "verify", "copy", "first step")
-    header = "".join(f"{name:>14}" for name in columns)
-    print(f"\n{'Seconds':14}{header}   {'steps':10}losses equal")
+    columns = ("start", "set-up", "agree", "verify", "copy", "1st step")
+    header = "".join(f"{name:>9}" for name in columns)
+    print(f"\n{'Seconds':14}{header}   {'steps':8}losses equal")
     for run in runs:
         imported = run.slowest("imported", "time") or 0.0
         opened = run.slowest("opened", "time") or run.slowest("ready", "time") or 0.0
         times: list[float | None] = [imported - run.launched, opened - imported]
         times += [run.slowest("restored", f"{phase}_s") for phase in ("agree", "verify", "copy")]
         times += [run.slowest("loss", "seconds")]
-        cells = "".join(f"{'-':>14}" if t is None else f"{t:14.3f}" for t in times)
+        cells = "".join(f"{'-':>9}" if t is None else f"{t:9.3f}" for t in times)
         equal = sum(loss == runs[0].losses.get(key) for key, loss in run.losses.items())
         verdict = "-" if run is runs[0] else f"{equal} of {len(run.losses)}"
-        print(f"{run.title:14}{cells}   {f'{run.steps[0]}-{run.steps[-1]}':10}{verdict}")
+        print(f"{run.title:14}{cells}   {f'{run.steps[0]}-{run.steps[-1]}':8}{verdict}")
+    print("start: processes and imports; set-up: until the store is open; losses: of both ranks")
 
 
 def print_losses(runs: list[RunLog]) -> None:

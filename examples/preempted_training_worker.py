@@ -131,13 +131,16 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()
 
 
-def digests_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def final_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: TextLoader
+) -> dict[str, object]:
     """What both runs must end with."""
-    states = [optimizer.state[p] for p in model.parameters()]
+    states = [optimizer.state[parameter] for parameter in model.parameters()]
     return {
         "parameters": digest(model.parameters()),
         "moments": digest(state[key] for state in states for key in sorted(state)),
-        "rng": digest([torch.get_rng_state()]),
+        "random states": digest([torch.get_rng_state(), loader.generator.get_state()]),
+        "data position": loader.position,
     }
 
 
@@ -228,7 +231,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, log: Log) -> Non
             if store is not None and (step + 1) % args.save_every == 0:
                 store.save(state, step=step, metadata={"loss": mean.item()})
                 log.write("saved", step=step)  # it returned; writing goes on in the background
-    log.write("end", bytes_seen=progress["bytes_seen"], **digests_of(model, optimizer))
+    log.write("end", **progress, **final_state(model, optimizer, loader))
     dist.destroy_process_group()
 
 
@@ -245,8 +248,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--root", help="folder of the snapshots; left out: none are made")
     parser.add_argument("--name", help="namespace in memory")
     parser.add_argument("--log-dir", required=True)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--save-every", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--length", type=int, default=96, help="bytes per sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     return parser.parse_args()

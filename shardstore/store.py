@@ -362,7 +362,10 @@ class SnapshotStore:
             return
         self._state, self._why_closed = "closed", why
         self._leaving = threading.Thread(
-            target=self._finish_own, name="shardstore-leave", daemon=True
+            # Not a daemon: the process must not end before the others have read the last decision.
+            target=self._finish_own,
+            name="shardstore-leave",
+            daemon=False,
         )
         self._leaving.start()
 

@@ -126,6 +126,7 @@ def _load_from(
     check_identity(header, candidate.id, session.rank, source=reader.source)
     if manifest is not None:
         _check_entry(manifest, session.rank, sealed.digest, reader)
+    _note_versions(session, header)
     plan = match_state(
         state,
         header,
@@ -144,6 +145,20 @@ def _load_from(
     tensors = views(data, layout, header.table, header.pieces)
     plan.prepare({index: tensors[index] for index in plan.needed})
     return Loaded(header, plan, reader.tier, stack)
+
+
+def _note_versions(session: Session, header: ShardHeader) -> None:
+    """Warn once that another torch wrote this: the bytes are the same, its kernels may not be."""
+    saved, current = header.writer.get("torch"), session.writer.get("torch")
+    if saved == current or session.has_noted_versions:
+        return
+    session.has_noted_versions = True
+    if session.rank == 0:
+        session.warn(
+            "%s was written with torch %s, this is %s: the bytes are the same, but training may not go "
+            "on bit for bit",
+            header.id, saved, current,
+        )  # fmt: skip
 
 
 def _check_entry(manifest: Manifest, rank: int, digest: str, reader: ShardReader) -> None:

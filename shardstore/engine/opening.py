@@ -196,6 +196,7 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
         if slot.id is None or slot.id not in adopted.headers:
             continue
         header = adopted.headers[slot.id][0]
+        session.adopted_world_sizes[slot.id] = header.world_size
         is_newest = slot.id == agreement.newest
         committed = catalog is not None and catalog.entry(slot.id).state == "committed"
         if slot.id in everywhere:

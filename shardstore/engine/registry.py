@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
+from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
 
@@ -21,12 +21,16 @@ class Leavable(Protocol):
 
 
 _open: Final[dict[tuple[str, str], weakref.ref[Leavable]]] = {}
+_exits: Final[dict[int, object]] = {}
 _all: Final[weakref.WeakSet[Leavable]] = weakref.WeakSet()
 
 
 def register(store: Leavable, memory_dir: str, name: str | None) -> None:
     """Remember an open store."""
     _all.add(store)
+    if os.getpid() not in _exits:
+        # Unlike atexit, this also runs in children of multiprocessing, which end by os._exit.
+        _exits[os.getpid()] = Finalize(None, _leave_all, exitpriority=100)
     if name is not None:
         _open[(memory_dir, name)] = weakref.ref(store)
 
@@ -48,7 +52,6 @@ def take_over(memory_dir: str, name: str | None) -> None:
         earlier.take_leave("another store of the same name took over in this process")
 
 
-@atexit.register
 def _leave_all() -> None:
     for store in list(_all):
         store.leave_at_exit()

@@ -143,6 +143,7 @@ class Restorer:
             return self._report(verdict, verdict.candidate, times), new_count
         finally:
             self._drop()
+            self._state = {}
             if holds_retention:
                 self._session.retention_lock.release()
 
@@ -346,8 +347,10 @@ class Restorer:
         return report
 
     def _drop(self) -> None:
+        """Let go of buffers, and of live objects that the plan refers to."""
         if self._loaded is not None:
             self._loaded.close()
+            self._loaded = None
 
 
 def _first_failure(values: list[bytes]) -> bytes:
@@ -365,13 +368,12 @@ def take_inventory(session: Session) -> Inventory:
     holdings = []
     for snapshot_id in session.memory.ids():
         try:
-            found = session.memory.read_header(snapshot_id)
+            session.memory.check_header(snapshot_id)
         except (FormatError, CorruptSnapshotError) as error:
             session.warn("%s", error)
             session.damaged.add(snapshot_id)
             continue
-        if found is not None and found[0].id == snapshot_id:
-            world_size = found[0].world_size
-            known = snapshot_id in session.complete or snapshot_id in session.marked
-            holdings.append(Holding(snapshot_id, world_size, is_complete=known))
+        world_size = session.adopted_world_sizes.get(snapshot_id, session.world_size)
+        known = snapshot_id in session.complete or snapshot_id in session.marked
+        holdings.append(Holding(snapshot_id, world_size, is_complete=known))
     return Inventory(tuple(holdings), tuple(session.marked), tuple(session.aborted))

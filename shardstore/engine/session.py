@@ -99,6 +99,8 @@ class Session:
     damaged: set[SnapshotId] = field(default_factory=set)
     tables: dict[str, tuple[TensorRow, ...]] = field(default_factory=dict)
     """Tensor tables by digest, on rank 0."""
+    adopted_world_sizes: dict[SnapshotId, int] = field(default_factory=dict)
+    has_noted_versions: bool = False
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by a restore on rank 0, so that retention deletes no candidate."""
 

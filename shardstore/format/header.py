@@ -78,6 +78,14 @@ def header_digest(data: Buffer) -> str:
     return digest
 
 
+def is_header_whole(data: Buffer) -> bool:
+    """Tell whether the first bytes of a shard file are what was written; nothing is parsed."""
+    try:
+        return digest_around(data, DIGEST_AT) == header_digest(data)
+    except FormatError:
+        return False
+
+
 def dcp_sharding_info(
     table: Sequence[TensorRow], pieces: Sequence[TensorPiece]
 ) -> dict[str, dict[str, list[int]]]:

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from shardstore.format.digests import Buffer, digest_of, table_digest
 from shardstore.format.dtypes import DTYPES, DType
-from shardstore.format.header import encode_header, header_digest, header_nbytes
+from shardstore.format.header import (
+    encode_header,
+    header_digest,
+    header_nbytes,
+    is_header_whole,
+)
 from shardstore.format.layout import ShardLayout, plan_layout, stored_shape
 from shardstore.format.parse import ParsedShard, parse_header
 from shardstore.format.stock import StockTensor, header_length, parse_safetensors
@@ -26,6 +31,7 @@ __all__ = [
     "header_digest",
     "header_length",
     "header_nbytes",
+    "is_header_whole",
     "parse_header",
     "parse_safetensors",
     "plan_layout",

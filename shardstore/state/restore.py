@@ -111,6 +111,7 @@ def match_state(
         ]
         for match in matcher.deferred:
             match()
+        matcher.deferred.clear()  # they refer to the matcher: no cycle may keep live tensors alive
     differences.raise_if_any(names_may_differ=not strict)
 
     def prepare(actions: Actions) -> None:

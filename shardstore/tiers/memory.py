@@ -8,10 +8,10 @@ import time
 from typing import Final
 
 from shardstore.errors import TierFullError
-from shardstore.format.records import ShardHeader, SnapshotId
+from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps, touch_pages
 from shardstore.tiers.slotfiles import SlotFiles
-from shardstore.tiers.slots import Slot, SlotReader, read_slot_header, write_header
+from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
 _LOG: Final = logging.getLogger("shardstore")
 _NUM_OVERFLOW_SLOTS: Final = 2
@@ -119,17 +119,17 @@ class MemoryTier:
         with self._changed:
             return any(s.is_kept for s in self._slots if s.id == snapshot_id)
 
-    def read_header(self, snapshot_id: SnapshotId) -> tuple[ShardHeader, str] | None:
-        """Header and its digest, None if this rank has no copy.
+    def check_header(self, snapshot_id: SnapshotId) -> None:
+        """Check the header of this rank's copy by its digest.
 
         Raises:
-            FormatError, CorruptSnapshotError: The copy is damaged.
+            CorruptSnapshotError: It is damaged.
         """
         reader = self.open_shard(snapshot_id)
         if reader is None:
-            return None
+            return
         with reader:
-            return read_slot_header(reader.read(0, reader.nbytes), reader.source)
+            check_slot_header(reader.read(0, reader.nbytes), reader.source)
 
     def open_shard(self, snapshot_id: SnapshotId) -> SlotReader | None:
         """Open this rank's copy and keep it from reuse while open; None if there is none."""

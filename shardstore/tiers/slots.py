@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from shardstore.errors import CorruptSnapshotError
 from shardstore.format.records import ShardHeader, SnapshotId
-from shardstore.format.shardfile import header_length, parse_header
+from shardstore.format.shardfile import header_length, is_header_whole, parse_header
 from shardstore.tiers.fileops import FileOps
 
 _LENGTH_BYTES: Final = 8
@@ -82,6 +82,20 @@ def read_slot_header(view: memoryview, source: str) -> tuple[ShardHeader, str]:
     length = header_length(view[:_LENGTH_BYTES], nbytes, source=source)
     parsed = parse_header(view[: _LENGTH_BYTES + length], nbytes, source=source)
     return parsed.header, parsed.digest
+
+
+def check_slot_header(view: memoryview, source: str) -> None:
+    """Check a sealed slot's header by its digest, without parsing it.
+
+    Raises:
+        FormatError, CorruptSnapshotError: It is damaged.
+    """
+    length = header_length(view[:_LENGTH_BYTES], len(view), source=source)
+    if not is_header_whole(view[: _LENGTH_BYTES + length]):
+        raise CorruptSnapshotError(
+            f"{source}: the header is damaged: it does not have the digest it was sealed with",
+            tier="memory", file=source,
+        )  # fmt: skip
 
 
 def write_header(ops: FileOps, slot: Slot, header: bytes) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.training import Training
+from tests.distributed.training import Training, local_of
 from tests.faults.scenario import open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -50,12 +50,12 @@ def _restart(rank: int, folder: str, times: int) -> dict[str, Any]:
         training.step()
     parameters = list(training.model.parameters())
     with torch.no_grad():
-        pointers = [p.to_local().data_ptr() for p in parameters]
+        pointers = [local_of(p).data_ptr() for p in parameters]
     counts = [sys.getrefcount(p) for p in parameters]
     reports = [store.restore(training.state) for _ in range(times)]
     after = list(training.model.parameters())
     with torch.no_grad():
-        same_pointers = pointers == [p.to_local().data_ptr() for p in after]
+        same_pointers = pointers == [local_of(p).data_ptr() for p in after]
     del parameters, after
     counts_after = [sys.getrefcount(p) for p in list(training.model.parameters())]
     result = {

@@ -11,8 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardstore import RNGState
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Block(nn.Module):
@@ -119,7 +125,7 @@ class Training:
             for entry in self.optimizer.state.values():
                 tensors += [v for _, v in sorted(entry.items())]
             for tensor in tensors:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                local = local_of(tensor)
                 found.append(bytes(local.contiguous().view(-1).view(torch.uint8).tolist()))
         found += [repr(self.scheduler.state_dict()).encode(), repr(self.progress).encode()]
         found.append(repr((self.loader.position, torch.rand(2), random.random())).encode())

@@ -15,7 +15,7 @@ from shardstore import CorruptSnapshotError, ShardStoreError, SnapshotNotFoundEr
 from tests.faults.scenario import Job, open_store
 from tests.ranks import run_ranks
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def _save_two(rank: int, folder: str) -> None:
@@ -88,11 +88,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "empty manifest": (lambda f: (f / "manifest.json").write_bytes(b""), "manifest"),
     "another rank's file": (
-        lambda f: shutil.copy(_shard(f, 0), _shard(f, 1)) and None,
+        lambda f: shutil.copy(_shard(f, 0), _shard(f, 1)),
         "rank-00001.safetensors",
     ),
     "manifest of garbage": (
-        lambda f: (f / "manifest.json").write_text(json.dumps({"state": "committed"})) and None,
+        lambda f: (f / "manifest.json").write_text(json.dumps({"state": "committed"})),
         "manifest",
     ),
 }

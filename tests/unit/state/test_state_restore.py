@@ -266,6 +266,7 @@ _SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("name", _SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_schedulers_go_on_exactly(name: str, tensor_lr: bool) -> None:
