@@ -18,7 +18,10 @@ from shardstore import RNGState
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        local: torch.Tensor = tensor.to_local()  # type: ignore[no-untyped-call]
+        return local
+    return tensor
 
 
 class Block(nn.Module):
@@ -50,7 +53,8 @@ class TinyModel(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 class Loader:
@@ -108,11 +112,11 @@ class Training:
         tokens = self.loader.next()
         logits = self.model(tokens)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        value = loss.item().hex()
+        value = float(loss.item()).hex()
         self.progress["losses"].append(value)
         self.progress["epoch"] += random.random() + float(np.random.rand())
         return value

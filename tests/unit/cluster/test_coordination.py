@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -123,13 +124,13 @@ def test_keys_of_finished_decisions_do_not_pile_up() -> None:
     store = LocalKeyValueStore()
     ranks = coordinators(3, store=store)
     sizes = []
+
+    def one_round(rank: Coordinator, number: int) -> None:
+        rank.gather_decide(f"round/{number}", b"x" * 100, lambda _: b"", phase="p")
+        rank.propose(f"flush/{rank.rank}", b"")
+
     for number in range(20):
-        on_all(
-            ranks,
-            lambda c, n=number: c.gather_decide(f"round/{n}", b"x" * 100, lambda _: b"", phase="p"),
-        )
-        for rank in ranks:
-            rank.propose(f"flush/{rank.rank}", b"")
+        on_all(ranks, partial(one_round, number=number))
         sizes.append(len(store))
     assert max(sizes) <= 8, sizes
     _end(ranks)

@@ -17,7 +17,7 @@ def coordinators(
     world_size: int, *, timeout_s: float = 5.0, store: KeyValueStore | None = None
 ) -> list[Coordinator]:
     """One coordinator per rank, over one store."""
-    shared = store or LocalKeyValueStore()
+    shared = LocalKeyValueStore() if store is None else store
     return [
         Coordinator(shared, rank=rank, world_size=world_size, timeout_s=timeout_s)
         for rank in range(world_size)
