@@ -19,7 +19,7 @@ from shardstore import RNGState
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     if isinstance(tensor, DTensor):
-        local: torch.Tensor = tensor.to_local()  # type: ignore[no-untyped-call]
+        local: torch.Tensor = tensor.to_local()
         return local
     return tensor
 
@@ -33,7 +33,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        added: torch.Tensor = x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        return added
 
 
 class TinyModel(nn.Module):
