@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import secrets
@@ -12,7 +13,7 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.kv import LocalKeyValueStore, TcpKeyValueStore
-from shardstore.errors import CoordinationError
+from shardstore.errors import CoordinationError, CoordinationTimeoutError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +62,7 @@ def connect(process_group: ProcessGroup | None, *, timeout_s: float) -> Coordina
         address = _Address(
             secrets.token_hex(4), port, read_boot_id(), platform.node(), _candidates(process_group)
         )
-    address = _broadcast(address, process_group)
+    address = _broadcast(address, process_group, timeout_s)
     if store is None:
         store = _join(address, timeout_s)
     return _introduce(store, rank, world_size, timeout_s, address)
@@ -118,7 +119,9 @@ def _candidates(process_group: ProcessGroup | None) -> tuple[str, ...]:
     return tuple(found)[:8]
 
 
-def _broadcast(address: _Address | None, process_group: ProcessGroup | None) -> _Address:
+def _broadcast(
+    address: _Address | None, process_group: ProcessGroup | None, timeout_s: float
+) -> _Address:
     """Send rank 0's address to all; a tensor of fixed size, since objects would be pickled."""
     import torch
     import torch.distributed as dist
@@ -132,7 +135,16 @@ def _broadcast(address: _Address | None, process_group: ProcessGroup | None) -> 
         buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     buffer = buffer.to(device)
     source = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    dist.broadcast(buffer, src=source, group=process_group)
+    try:
+        work = dist.broadcast(buffer, src=source, group=process_group, async_op=True)
+        if work is not None:
+            work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise CoordinationTimeoutError(
+            f"not all ranks opened the store within {timeout_s:g} s ({error}): every rank of the group "
+            "must open it, with the same arguments",
+            phase="connecting",
+        ) from error
     data = bytes(buffer.cpu().tolist()).rstrip(b"\0")
     return msgspec.json.decode(data, type=_Address)
 

@@ -223,9 +223,10 @@ class Coordinator:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         mine, out = f"{name}/in/{self.rank}", f"{name}/out"
+        cause: BaseException | None = None
         self.post(mine, value)
         if self.rank == 0:
-            stored = self._decide(name, out, decide, phase, limit_s)
+            stored, cause = self._decide(name, out, decide, phase, limit_s)
         else:
             stored = self._await_decision(name, out, phase, limit_s)
         self.forget(mine)
@@ -240,7 +241,9 @@ class Coordinator:
                 failed_ranks=verdict.failed_ranks,
                 phase=phase,
             )
-        raise CoordinationError(verdict.message, failed_ranks=verdict.failed_ranks, phase=phase)
+        raise CoordinationError(
+            verdict.message, failed_ranks=verdict.failed_ranks, phase=phase
+        ) from cause
 
     def _decide(
         self,
@@ -249,13 +252,15 @@ class Coordinator:
         decide: Callable[[list[bytes]], bytes],
         phase: str,
         limit_s: float,
-    ) -> bytes:
+    ) -> tuple[bytes, BaseException | None]:
+        """On rank 0: what is stored, and the exception of `decide` if that is why."""
+        cause: BaseException | None = None
         ranks = range(self.world_size)
         keys = [f"{name}/in/{rank}" for rank in ranks]
         try:
             values = self.wait(keys, phase=phase, ranks=ranks, stop=out, timeout_s=limit_s)
             if isinstance(values, Stopped):
-                return values.value
+                return values.value, None
             proposal = b"+" + decide(values)
         except CoordinationTimeoutError as error:
             if not error.missing_ranks:
@@ -264,7 +269,8 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - becomes the answer of all ranks
             message = f"{phase} failed on rank 0: {type(error).__name__}: {error}"
             proposal = b"-" + msgspec.json.encode(_Verdict(message, failed_ranks=(0,)))
-        return self.propose(out, proposal)
+            cause = error
+        return self.propose(out, proposal), cause
 
     def _await_decision(self, name: str, out: str, phase: str, limit_s: float) -> bytes:
         try:

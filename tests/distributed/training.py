@@ -33,7 +33,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        added: torch.Tensor = x + self.dropout(
+            self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        )
         return added
 
 

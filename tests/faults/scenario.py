@@ -92,7 +92,8 @@ def open_store(folder: str, **options: Any) -> SnapshotStore:
     memory_dir.mkdir(exist_ok=True)
     options.setdefault("timeout_s", 20.0)
     options.setdefault("memory", "64MiB")
-    return SnapshotStore(Path(folder) / "root", memory_dir=memory_dir, **options)
+    root = Path(folder) / options.pop("root", "root")
+    return SnapshotStore(root, memory_dir=memory_dir, **options)
 
 
 def share_pids(rank: int, folder: str) -> list[int]:
