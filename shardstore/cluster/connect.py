@@ -7,6 +7,8 @@ import os
 import platform
 import secrets
 import socket
+import weakref
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -183,6 +185,12 @@ def _join(address: _Address, timeout_s: float) -> TcpKeyValueStore:
     )
 
 
+def _abandon(coordinator: weakref.ref[Coordinator]) -> None:
+    alive = coordinator()
+    if alive is not None:
+        alive.abandon()
+
+
 class _Card(msgspec.Struct, frozen=True):
     boot_id: str
     host: str
@@ -202,6 +210,10 @@ def _introduce(
         host=host,
         boot_id=boot_id,
     )
+    if rank == 0:
+        # However this process ends, short of a kill: the others read the last decision first. Unlike
+        # atexit, this also runs in children of multiprocessing.
+        Finalize(None, _abandon, args=(weakref.ref(coordinator),), exitpriority=10)
     card = _Card(boot_id, host)
     try:
         cards = msgspec.json.decode(

@@ -38,16 +38,48 @@ def plan_shard(
         metadata: JSON value, checked.
         room: `data_start` of the previous file: kept if the new header fits, so that slots are reused.
     """
-    header = ShardHeader(
+    header = plan_header(
+        flat,
+        rank=session.rank,
+        world_size=session.world_size,
+        step=step,
+        count=count,
+        persist=persist,
+        created=created,
+        metadata=metadata,
+        nonce=session.nonce,
+        host=session.host,
+        writer=session.writer,
+    )
+    layout = plan_layout(flat.table, flat.pieces, header_nbytes(header), room)
+    return header, layout
+
+
+def plan_header(
+    flat: FlatState,
+    *,
+    rank: int,
+    world_size: int,
+    step: int = 0,
+    count: int = 0,
+    persist: bool = False,
+    created: float = 0.0,
+    metadata: object = None,
+    nonce: str = "00000000",
+    host: str = "",
+    writer: dict[str, str] | None = None,
+) -> ShardHeader:
+    """Describe `flat` as a shard file; the run has its widest number, digests are still empty."""
+    return ShardHeader(
         format=FORMAT_VERSION,
         step=step,
         run=_WIDEST_RUN,
         count=count,
-        nonce=session.nonce,
-        rank=session.rank,
-        world_size=session.world_size,
+        nonce=nonce,
+        rank=rank,
+        world_size=world_size,
         created=created,
-        host=session.host,
+        host=host,
         persist=persist,
         meshes=flat.meshes,
         coordinates=flat.coordinates,
@@ -56,10 +88,8 @@ def plan_shard(
         pieces=flat.pieces,
         leaves=flat.leaves,
         metadata=metadata,
-        writer=session.writer,
+        writer=writer or {},
     )
-    layout = plan_layout(flat.table, flat.pieces, header_nbytes(header), room)
-    return header, layout
 
 
 def check_step(step: object) -> int:
