@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -113,7 +114,11 @@ class StoreOwner:
                 self._wake.notify()
 
     def end(self, reason: str) -> None:
-        """Refuse further calls and fail what is queued; does not wait for a call that hangs."""
+        """Do what is queued, then refuse further calls; does not wait long for a call that hangs."""
+        try:
+            self.call(lambda _: None).result(_END_S)
+        except (CoordinationError, FutureTimeoutError):
+            pass
         self._fail(CoordinationError(reason, phase="leaving"))
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_S)

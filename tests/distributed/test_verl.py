@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardstore import CoordinationError, ShardStoreError, StateMismatchError
@@ -75,7 +75,7 @@ def _gathered(rank: int, reshard: bool | None) -> tuple[bool, bool]:
         before: torch.Tensor = model(data)  # the root, or all of it, may stay gathered now
         pair = fsdp2_sharded_save_to_cpu(model)
         _fill_resharded(model)
-        changed = model(data)
+        changed: torch.Tensor = model(data)
         fsdp2_sharded_load_from_cpu(model, *pair)
         after = model(data)
     return torch.equal(before, after), torch.equal(before, changed)
@@ -83,7 +83,7 @@ def _gathered(rank: int, reshard: bool | None) -> tuple[bool, bool]:
 
 def _fill_resharded(model: nn.Module) -> None:
     for module in model.modules():
-        if hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
     _fill(model, 0.5)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.faults.scenario import Job, open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
 
 NUM_POINTS = 20
+NUM_AT_A_TIME = 4
 
 
 def _save_two(rank: int, folder: str, at: int, only_rank: int | None) -> list[str]:
@@ -62,28 +65,31 @@ def _points() -> list[int]:
     return sorted({1 + round(i * (total - 1) / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
 
 
+def _kill_and_restart(victim: int | None, at: int) -> int:
+    """One life that ends at operation `at`, and the next one; returns the step that was restored."""
+    folder = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
+    try:
+        with pytest.raises(RanksFailedError, match="exit code -9"):
+            run_ranks(2, _save_two, folder, at, victim)
+        results = run_ranks(2, _restart, folder)
+        steps = {step for step, _, _ in results}
+        assert len(steps) == 1, f"ranks restored different steps after a kill at {at}: {results}"
+        assert steps <= {1, 2}
+        for step, seen, again in results:
+            assert seen == {step}, f"kill at operation {at}: {results}"
+            assert again == 3
+        left = [p for p in (Path(folder) / "memory").rglob("*") if p.is_file()]
+        assert not left, f"close left memory files: {left}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return steps.pop()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [None, 0, 1], ids=["all ranks", "rank 0", "rank 1"])
 def test_a_restart_after_sigkill_restores_one_whole_step_on_all_ranks(victim: int | None) -> None:
-    restored = set()
-    for at in _points():
-        folder = tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm")
-        try:
-            with pytest.raises(RanksFailedError, match="exit code -9"):
-                run_ranks(2, _save_two, folder, at, victim)
-            results = run_ranks(2, _restart, folder)
-            steps = {step for step, _, _ in results}
-            assert len(steps) == 1, (
-                f"ranks restored different steps after a kill at {at}: {results}"
-            )
-            assert steps <= {1, 2}
-            for step, seen, again in results:
-                assert seen == {step}, f"kill at operation {at}: {results}"
-                assert again == 3
-            restored |= steps
-            left = [p for p in (Path(folder) / "memory").rglob("*") if p.is_file()]
-            assert not left, f"close left memory files: {left}"
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:  # most of the time is start-up and deadlines
+        restored = set(pool.map(partial(_kill_and_restart, victim), _points()))
     if victim is None:
         assert restored == {1, 2}, "the points did not reach both sides of the commit"
