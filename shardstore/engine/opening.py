@@ -198,7 +198,11 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
         header = adopted.headers[slot.id][0]
         session.adopted_world_sizes[slot.id] = header.world_size
         is_newest = slot.id == agreement.newest
-        committed = catalog is not None and catalog.entry(slot.id).state == "committed"
+        on_root = catalog.entry(slot.id).state if catalog is not None else "torn"
+        committed = on_root == "committed"
+        if on_root == "aborted":
+            slot.is_failed = True
+            continue
         if slot.id in everywhere:
             session.complete[slot.id] = SnapshotInfo(
                 step=header.step,
@@ -212,9 +216,8 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
             superseded = catalog is not None and header.persist and not is_newest
             if committed or superseded:
                 slot.is_safe = True
-        elif header.world_size != session.world_size or committed:
-            slot.is_safe = (
-                True  # kept for the error message, or on the root: goes when room is needed
-            )
+        elif header.world_size != session.world_size or committed or slot.id in session.marked:
+            # On the root, or of use for telling what is missing: goes when room is needed.
+            slot.is_safe = True
         elif not is_newest:
             slot.is_failed = True
