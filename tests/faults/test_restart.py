@@ -114,8 +114,10 @@ def test_kill_and_restart_rounds_do_not_grow_memory(folder: str) -> None:
         files = [p for p in Path(folder, "memory").rglob("*") if p.is_file()]
         shards = [p for p in files if p.suffix != ".lock"]
         sizes.append((sum(p.stat().st_size for p in shards), len(files)))
-    assert sizes[-1][0] <= sizes[1][0], sizes
-    assert sizes[-1][1] <= sizes[1][1] + 2, sizes
+    slot_nbytes = 404_096
+    # Four saves in flight and the protected one: five slots a rank, whatever the number of rounds.
+    assert max(nbytes for nbytes, _ in sizes) <= 2 * 5 * slot_nbytes, sizes
+    assert sizes[-1][1] <= sizes[1][1] + 4, sizes
 
 
 def _seal_then_die_big(rank: int, folder: str) -> None:
