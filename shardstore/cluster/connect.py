@@ -210,10 +210,10 @@ def _introduce(
         host=host,
         boot_id=boot_id,
     )
-    if rank == 0:
-        # However this process ends, short of a kill: the others read the last decision first. Unlike
-        # atexit, this also runs in children of multiprocessing.
-        Finalize(None, _abandon, args=(weakref.ref(coordinator),), exitpriority=10)
+    # However this process ends, short of a kill: what it has to say goes out, and rank 0, which hosts
+    # the store, stays until the others have read the last decision. Unlike atexit, this also runs in
+    # children of multiprocessing.
+    Finalize(None, _abandon, args=(weakref.ref(coordinator),), exitpriority=10)
     card = _Card(boot_id, host)
     try:
         cards = msgspec.json.decode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Final
 
 from shardstore.cluster.connect import connect
@@ -49,5 +50,7 @@ def coordinator_of(
     if known is None:
         coordinator = connect(process_group, timeout_s=timeout_s)
         known = _shared[group] = (coordinator, itertools.count())
-        weakref.finalize(group, coordinator.abandon).atexit = False  # connect sees to the exit
+        # At the end of the group or of the process, whichever comes first: what this rank still has to
+        # say goes out, or rank 0 would wait for it at its own exit.
+        Finalize(group, coordinator.abandon, exitpriority=10)
     return known[0], next(known[1])

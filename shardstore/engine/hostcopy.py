@@ -32,7 +32,6 @@ class HostCopy:
             UnsupportedStateError: Something in `state` cannot be stored, or a step is under way.
         """
         check_boundary(state)
-        _await_offloading()
         flat = flatten_state(state, rank=rank)
         layout = plan_layout(flat.table, flat.pieces, header_nbytes=0)
         # Not a bytearray, which would write zeros first.
@@ -50,14 +49,6 @@ class HostCopy:
             UnsupportedStateError: A step is under way.
         """
         check_boundary(state)
-        _await_offloading()
         plan = match_state(state, self.header, rank=rank, world_size=world_size)
         plan.prepare({index: self.tensors[index] for index in plan.needed})
         return plan
-
-
-def _await_offloading() -> None:
-    """Finish copies to host memory that were started without blocking: host code does not wait for them."""
-    device = torch.accelerator.current_accelerator()
-    if device is not None and torch.get_device_module(device).is_initialized():
-        torch.accelerator.synchronize()

@@ -157,4 +157,15 @@ def reshard(module: nn.Module) -> None:
         return
     for child in module.modules():
         if isinstance(child, fsdp_module):
+            if _has_pending_gather(child):
+                child.unshard()  # waits for what was begun: else the next forward would use its result
             child.reshard()
+
+
+def _has_pending_gather(module: Any) -> bool:
+    """Whether an `unshard(async_op=True)` was not waited for. There is no public question."""
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return any(getattr(group, "_all_gather_result", None) is not None for group in groups)

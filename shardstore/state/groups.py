@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def group_holding(module: nn.Module) -> ProcessGroup | None:
+def group_holding(module: object) -> ProcessGroup | None:
     """The group of a module's mesh, if that has one axis and a part of the job; None: all ranks.
 
     Reshards FSDP2 modules left gathered, whose parameters would have no mesh. Local.

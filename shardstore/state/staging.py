@@ -59,6 +59,7 @@ def stage(flat: FlatState, views: Sequence[torch.Tensor]) -> None:
     Accelerator tensors are copied on a side stream that waits for the current one, so that pending
     kernels are part of the snapshot and later ones are not.
     """
+    await_offloading()
     pairs = [
         (view, tensor)
         for row, tensor, view in zip(flat.table, flat.tensors, views, strict=True)
@@ -88,6 +89,7 @@ def fill(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
     Returns when the sources may be reused. Live tensors made under inference_mode are filled there.
     """
+    await_offloading()
     devices: set[torch.device] = set()
     with torch.no_grad():
         for live, source in pairs:
@@ -101,6 +103,13 @@ def fill(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 copy_exact(target, narrowed, non_blocking=target.device.type == "cuda")
         for device in devices:
             torch.cuda.synchronize(device)
+
+
+def await_offloading() -> None:
+    """Finish copies to host memory that were begun without blocking: host code does not wait for them."""
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.get_device_module(device).is_initialized():
+        torch.accelerator.synchronize()
 
 
 def is_expanded(live: torch.Tensor) -> bool:
