@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from shardstore.engine import registry
 from shardstore.engine.deleting import delete_step
 from shardstore.engine.failures import Failures
 from shardstore.engine.handle import Snapshot
+from shardstore.engine.leaving import Leaver
 from shardstore.engine.listing import SnapshotInfo, list_session, resolve_name, resolve_root
 from shardstore.engine.opening import OpenOptions, open_session
 from shardstore.engine.plan import check_step
@@ -25,15 +24,11 @@ from shardstore.engine.session import PendingSave
 from shardstore.engine.stager import Stager
 from shardstore.engine.swap import PrivateCopy
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
-from shardstore.tiers import ownership
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.limits import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
-
-_EXIT_WAIT_S: Final = 60.0
-_EXIT_OTHERS_S: Final = 5.0
 
 
 class SnapshotStore:
@@ -102,7 +97,9 @@ class SnapshotStore:
         self._pipeline = SavePipeline(self._session, self._failures, ops)
         self._stager = Stager(self._session, ops)
         self._restorer: Restorer | None = None
-        self._leaving: threading.Thread | None = None
+        self._leaver = Leaver(
+            self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
+        )
         registry.register(self, self._options.memory_dir, self._options.name)
 
     # -------------------------------------------------------------------- save
@@ -307,7 +304,7 @@ class SnapshotStore:
         """
         self._check_open("delete")
         self._round += 1
-        self._wait_outcomes(self._options.timeout_s)
+        self._leaver.wait_outcomes(self._options.timeout_s)
         delete_step(self._session, check_step(step), name=f"delete/{self._round}")
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -318,23 +315,12 @@ class SnapshotStore:
             CoordinationTimeoutError: Not done within `timeout_s`.
         """
         self._check_usable("drain")
-        if not self._wait_outcomes(timeout_s):
+        if not self._leaver.wait_outcomes(timeout_s):
             steps = ", ".join(str(save.step) for save in self._pipeline.pending)
             raise CoordinationTimeoutError(
                 f"steps {steps} are not committed after {timeout_s} s; they still may be",
                 phase="drain",
             )
-        self._raise_rest()
-
-    def _wait_outcomes(self, timeout_s: float | None) -> bool:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for save in self._pipeline.pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not save.settled.wait(left):
-                return False
-        return True
-
-    def _raise_rest(self) -> None:
         error = self._failures.rest()
         if error is not None:
             raise error
@@ -347,69 +333,27 @@ class SnapshotStore:
         """
         if self._state == "closed":
             return
-        self._wait_outcomes(None)
-        error = self._failures.rest()
+        self._check_open("close")
         self._state = "closed"
-        self._pipeline.stop(timeout_s=self._options.timeout_s)
-        clean = self._session.coordinator.close(self._options.timeout_s)
-        self._leave(keep_memory=keep_memory or not clean)
+        error = self._leaver.close(keep_memory=keep_memory)
         if error is not None:
             raise error
 
     def _abandon(self, why: str) -> None:
-        """Leave without waiting for any rank; own spills go on until they or the process end."""
-        if self._state == "closed":
-            return
-        self._state, self._why_closed = "closed", why
-        self._leaving = threading.Thread(
-            # Not a daemon: the process must not end before the others have read the last decision.
-            target=self._finish_own,
-            name="shardstore-leave",
-            daemon=False,
-        )
-        self._leaving.start()
-
-    def _finish_own(self) -> None:
-        self._session.coordinator.abandon()
-        self._pipeline.stop_own(_EXIT_WAIT_S)
-        self._leave(keep_memory=True)
+        if self._state != "closed":
+            self._state, self._why_closed = "closed", why
+            self._leaver.abandon()
 
     def take_leave(self, why: str) -> None:
         """Stop taking calls, finish own spills, wait for no rank, keep memory (for the registry)."""
-        if self._session.world_size == 1:
-            self._wait_outcomes(_EXIT_WAIT_S)
         self._abandon(why)
-        if self._leaving is not None:
-            self._leaving.join(_EXIT_WAIT_S)
+        self._leaver.join()
 
     def leave_at_exit(self) -> None:
         """The interpreter ends: finish what is this rank's own (for the registry)."""
         if self._state != "closed":
-            alone = self._session.world_size == 1
-            self._wait_own_spills(_EXIT_WAIT_S)
-            self._wait_outcomes(_EXIT_WAIT_S if alone else _EXIT_OTHERS_S)
-            error = self._failures.rest()
-            if error is not None:
-                logging.getLogger("shardstore").error("%s", error)
+            self._leaver.finish_at_exit()
         self.take_leave("the interpreter ends")
-
-    def _wait_own_spills(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for save in self._pipeline.pending:
-            save.spilled.wait(max(0.0, deadline - time.monotonic()))
-
-    def _leave(self, *, keep_memory: bool) -> None:
-        memory = self._session.memory
-        memory.close(keep=keep_memory)
-        if memory.folder is not None:
-            ownership.release_all(memory.folder, memory.rank, remove=not keep_memory)
-            if not keep_memory:
-                for folder in (memory.folder, os.path.dirname(memory.folder)):
-                    try:
-                        os.rmdir(folder)
-                    except OSError:
-                        break
-        registry.unregister(self)
 
     def __enter__(self) -> SnapshotStore:
         return self

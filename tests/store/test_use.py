@@ -105,6 +105,7 @@ def test_swapped_shows_another_step_and_returns_to_exactly_what_was(open_store: 
             lambda: store.restore(state),
             lambda: store.delete(1),
             lambda: store.swapped(state).__enter__(),
+            store.close,
         ):
             with pytest.raises(ShardStoreError, match="inside swapped"):
                 call()
