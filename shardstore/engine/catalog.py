@@ -87,9 +87,13 @@ class Catalog:
         return RootEntry(snapshot_id, "committed", manifest)
 
     def committed(self) -> list[Manifest]:
-        """Manifests of all committed snapshots, oldest first; damaged ones are passed over."""
-        found = (self.entry(snapshot_id).manifest for snapshot_id in self.ids())
-        return [m for m in found if m is not None and m.state == "committed"]
+        """Manifests of all committed snapshots, oldest first.
+
+        Passed over are those with a damaged manifest or without a file for every rank.
+        """
+        found = (self.entry(snapshot_id) for snapshot_id in self.ids())
+        manifests = [e.manifest for e in found if e.state == "committed" and e.manifest is not None]
+        return [m for m in manifests if {*range(m.world_size)} <= {*self.tier.list_ranks(m.id)}]
 
     def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
         """Read and check the header of one shard file.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardstore import ShardStoreError
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailedError, run_ranks
 from tests.roundtrip import raw
 
 Case = Callable[[int, str], Any]
@@ -138,15 +138,20 @@ def _run_all(rank: int, folder: str, cases: tuple[Case, ...]) -> list[Any]:
             results.append(case(rank, str(own)))
         except Exception:  # noqa: BLE001 - the test of this case raises it
             results.append(_Failed(traceback.format_exc()))
+            Path(folder, f"failed-{rank}").write_text(f"{own.name}: {traceback.format_exc()}")
     return results
 
 
 class Outcomes:
     """Results of several cases that ran one after the other in one start of the ranks."""
 
-    def __init__(self, n: int, folder: str, *cases: Case, timeout_s: float = 60.0) -> None:
+    def __init__(self, n: int, folder: str, *cases: Case, timeout_s: float = 45.0) -> None:
         """Run them."""
-        by_rank = run_ranks(n, _run_all, folder, cases, timeout_s=timeout_s)
+        try:
+            by_rank = run_ranks(n, _run_all, folder, cases, timeout_s=timeout_s)
+        except RanksFailedError as error:  # a rank may wait for ever for one whose case failed
+            told = [path.read_text() for path in sorted(Path(folder).glob("failed-*"))]
+            raise AssertionError("\n".join([str(error), *told])) from error
         self._found = dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 
     def of(self, case: Case) -> list[Any]:

@@ -131,7 +131,7 @@ def _reported_once(rank: int, folder: str) -> list[str]:
 
 
 def _full_disk_only_warns(rank: int, folder: str) -> dict[str, Any]:
-    ops = _breaking_on_rank_1(rank, "allocate", OSError(errno.ENOSPC, "no space"))
+    ops = _breaking_on_rank_1(rank, "write_at", OSError(errno.ENOSPC, "no space"))
     store = _open_breaking(folder, ops, on_error="warn", memory=0)
     job = Job(rank)
     job.fill(1)
