@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardstore.engine.catalog import check_identity, read_sealed_header
+from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -125,7 +125,7 @@ def _load_from(
     header = sealed.header
     check_identity(header, candidate.id, session.rank, source=reader.source)
     if manifest is not None:
-        _check_entry(manifest, session.rank, sealed.digest, reader)
+        _check_entry(manifest, sealed, reader)
     _note_versions(session, header)
     plan = match_state(
         state,
@@ -161,14 +161,22 @@ def _note_versions(session: Session, header: ShardHeader) -> None:
         )  # fmt: skip
 
 
-def _check_entry(manifest: Manifest, rank: int, digest: str, reader: ShardReader) -> None:
-    entry = manifest.shards[rank]
-    if entry.header_digest != digest or entry.nbytes != reader.nbytes:
+def _check_entry(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -> None:
+    """Check that the manifest lists this very file, and says of it what the file itself says."""
+    header, entry = sealed.header, manifest.shards[sealed.header.rank]
+    listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
+    found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
+    if listed != found:
+        labels = ("header digest", "bytes", "table digest", "world size")
+        differing = ", ".join(
+            f"{label} {is_} instead of {want}"
+            for label, is_, want in zip(labels, found, listed, strict=True)
+            if is_ != want
+        )
         raise CorruptSnapshotError(
-            f"{reader.source} is not the file that the manifest lists: header digest {digest} and "
-            f"{reader.nbytes:,} bytes, expected {entry.header_digest} and {entry.nbytes:,}",
+            f"{reader.source} is not the file that the manifest lists: {differing}",
             tier=reader.tier, file=reader.source,
-            expected=entry.header_digest, actual=digest,
+            expected=entry.header_digest, actual=sealed.digest,
         )  # fmt: skip
 
 
