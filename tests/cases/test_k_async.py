@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,17 @@ def _overlapping_saves(rank: int, folder: str) -> list[Any]:
 
 def _save_while_spilling(rank: int, folder: str) -> list[Any]:
     """Save n + 1 is in memory, sealed, before n has written its first byte."""
-    sealed: dict[int, threading.Event] = {n: threading.Event() for n in range(2, 8)}
-    spilled = [0]
+    sealed = [threading.Event() for _ in range(6)]
+    num_sealed, num_opened = count(1), count(1)
 
     def act(name: str, _at: int) -> None:
         if name == "point:post sealed":
-            sealed[min(n for n, e in sealed.items() if not e.is_set())].set()
-        elif name == "write_at" and not file_of_manifest.is_set():
-            spilled[0] += 1
-            if spilled[0] < 4:
-                assert sealed[spilled[0] + 2].wait(20)
+            sealed[next(num_sealed)].set()
+        elif name.startswith("open_new rank-"):
+            following = next(num_opened) + 1
+            if following < len(sealed):
+                assert sealed[following].wait(20)
 
-    file_of_manifest = threading.Event()
     ops = WatchedOps(act)
     with use_ops(ops):
         store = open_store(folder)
@@ -141,7 +141,6 @@ def _save_while_spilling(rank: int, folder: str) -> list[Any]:
     for step in (1, 2, 3, 4, 5):
         job.fill(step)
         store.save(job.state, step=step)
-    file_of_manifest.set()
     store.drain()
     store.close()
     store = open_store(folder, memory=0)
@@ -196,7 +195,9 @@ _RESOURCES = """
         few = descriptors()
         for step in range(2, 8):
             store.save(tiny, step=step).wait(30)
-        found["tiny"] = [before, few, descriptors()]
+            if step == 4:
+                some = descriptors()
+        found["tiny"] = [before, few, some, descriptors()]
         for tensor in tiny.values():
             tensor.fill_(-1)
         store.restore(tiny)
@@ -228,9 +229,10 @@ def resources(shared_folder: str) -> dict[str, Any]:
 
 def test_descriptors_do_not_grow_with_tensors_or_saves(resources: dict[str, Any]) -> None:
     """C99."""
-    before, few, many = resources["tiny"]
+    before, few, some, many = resources["tiny"]
     assert resources["equal"]
-    assert many <= few <= before + 8
+    assert many <= some <= few + 4, "one per slot, whatever is in it"
+    assert few <= before + 8
 
 
 def test_memory_threads_and_descriptors_stay_constant_over_40_saves(
@@ -287,5 +289,5 @@ def test_memory_outlives_every_way_to_die_without_growing_or_touching_foreign_fi
         told = Path(folder, f"found-{step}").read_text()
         assert told == repr((step - 1, "memory (2 ranks)", {step - 1}))
     assert last == [(3, "memory (2 ranks)", {3})] * 2
-    assert sizes[2] <= sizes[1] <= sizes[0] * 2, "memory grows with every restart"
+    assert sizes[2] < sizes[1] + 4096, "memory grows with every restart"
     assert foreign.read_bytes() == b"another program's"
