@@ -27,7 +27,7 @@ def _save_two(rank: int, folder: str, at: int, only_rank: int | None) -> list[st
         victims = pids if only_rank is None else [pids[rank]]
         ops = WatchedOps(kill_at(at, victims))
     with use_ops(ops):
-        store = open_store(folder, timeout_s=20.0 if only_rank is None else 1.5)
+        store = open_store(folder, timeout_s=20.0 if only_rank is None else 5.0)
     job = Job(rank)
     job.fill(1)
     store.save(job.state, step=1).wait(20)
