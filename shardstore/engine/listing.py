@@ -89,9 +89,15 @@ def list_session(session: Session) -> list[SnapshotInfo]:
     readable = set(session.memory.ids())
     with session.lock:
         found = {i: info for i, info in session.complete.items() if i in readable}
-    for manifest in session.catalog.committed() if session.catalog else ():
-        tiers = ("memory", "root") if manifest.id in found else ("root",)
-        found[manifest.id] = info_of(manifest, tiers)
+    if session.catalog is not None:
+        on_root = set(session.catalog.ids())
+        for snapshot_id in on_root & found.keys():
+            # What a restore would pass over is not listed, whole as the memory copy may be.
+            if session.catalog.entry(snapshot_id).state in ("aborted", "damaged"):
+                del found[snapshot_id]
+        for manifest in session.catalog.committed():
+            tiers = ("memory", "root") if manifest.id in found else ("root",)
+            found[manifest.id] = info_of(manifest, tiers)
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 
 

@@ -269,6 +269,7 @@ class Restorer:
             verdict = Verdict("raise", note=merge_notes(refusals))
         elif damages:
             note = merge_notes(damages)
+            self._session.damaged.add(candidate.id)
             self._chooser.skip(candidate, note.message)
             if self._options.fallback:
                 verdict = self._next_candidate()
@@ -371,7 +372,6 @@ def take_inventory(session: Session) -> Inventory:
             session.memory.check_header(snapshot_id)
         except (FormatError, CorruptSnapshotError) as error:
             session.warn("%s", error)
-            session.damaged.add(snapshot_id)
             continue
         world_size = session.adopted_world_sizes.get(snapshot_id, session.world_size)
         known = snapshot_id in session.complete or snapshot_id in session.marked

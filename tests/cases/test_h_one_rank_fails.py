@@ -157,7 +157,7 @@ def _slow_write_and_a_short_group(rank: int, folder: str) -> int:
 
     def act(name: str, _at: int) -> None:
         if name.startswith("open_new rank-00001"):
-            slow.wait(2.5)  # the write itself is slow: longer than the group's timeout
+            slow.wait(1.5)  # the write itself is slow: longer than the group's timeout
 
     ops = WatchedOps(act)
     store = _open_breaking(folder, ops, memory=0, process_group=group)
