@@ -20,7 +20,7 @@ from shardstore.engine.plan import check_step
 from shardstore.engine.restore import RestoreOptions, Restorer, RestoreReport
 from shardstore.engine.retention import check_keep
 from shardstore.engine.saving import SavePipeline
-from shardstore.engine.session import PendingSave
+from shardstore.engine.session import PendingSave, failure_of
 from shardstore.engine.stager import Stager
 from shardstore.engine.swap import PrivateCopy
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
@@ -85,12 +85,14 @@ class SnapshotStore:
             name=resolve_name(name, resolved),
             keep=check_keep(keep),
             timeout_s=float(timeout_s),
+            on_error=on_error,
         )
         self._state: Literal["open", "swapped", "closed"] = "open"
         self._why_closed = "it was closed"
         self._count = 0
         self._round = 0
         ops = current_ops()
+        self._pid = os.getpid()
         registry.take_over(self._options.memory_dir, self._options.name)
         self._session = open_session(self._options, process_group, ops)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
@@ -140,14 +142,14 @@ class SnapshotStore:
         try:
             self._stager.stage(save, state, step=step, metadata=metadata)
         except BaseException as error:
-            save.error = error
+            save.raised = failure_of(error, self._session.rank)
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
                 save.slot = None
             self._pipeline.submit(save)
             earlier = self._failures.due_at(self._count)
             if earlier is not None:
-                error.add_note(str(earlier)) if hasattr(error, "add_note") else None
+                self._session.warn("raised with another error of this save: %s", earlier)
             raise
         save.staged.set_result(None)
         self._pipeline.submit(save)
@@ -218,29 +220,37 @@ class SnapshotStore:
             CoordinationError: Another rank failed or is missing; the text names it.
         """
         self._check_open("restore")
-        options = RestoreOptions(
-            None if step is None else check_step(step), required, partial, strict, fallback
-        )
-        return self._restore(state, options)
+        return self._restore(state, step, required, partial, strict, fallback)
 
     def _restore(
         self,
         state: Mapping[str, object],
-        options: RestoreOptions,
+        step: int | None,
+        required: bool,
+        partial: bool,
+        strict: bool,
+        fallback: bool,
         problem: BaseException | None = None,
     ) -> RestoreReport | None:
         self._round += 1
+        try:
+            step = None if step is None else check_step(step)
+        except ValueError as error:  # all ranks must hear of it, or their rounds would part
+            step, problem = None, problem or error
         self._wait_own_seals()
         self._restorer = Restorer(
             self._session,
             state,
-            options,
+            RestoreOptions(step, required, partial, strict, fallback),
             name=f"restore/{self._round}",
             where=self._where(),
+            count=self._count,
             problem=problem,
         )
-        report, self._count = self._restorer.run(self._count)
-        return report
+        try:
+            return self._restorer.run()
+        finally:
+            self._count = self._restorer.count
 
     def _wait_own_seals(self) -> None:
         deadline = time.monotonic() + self._options.timeout_s
@@ -267,10 +277,15 @@ class SnapshotStore:
             problem = error
         before = self._restorer
         try:
-            options = RestoreOptions(
-                None if step is None else check_step(step), partial=True, strict=strict
+            report = self._restore(
+                state,
+                step,
+                required=True,
+                partial=True,
+                strict=strict,
+                fallback=True,
+                problem=problem,
             )
-            report = self._restore(state, options, problem)
             assert report is not None
             self._state = "swapped"
             yield report
@@ -304,8 +319,9 @@ class SnapshotStore:
         """
         self._check_open("delete")
         self._round += 1
+        number = check_step(step)
         self._leaver.wait_outcomes(self._options.timeout_s)
-        delete_step(self._session, check_step(step), name=f"delete/{self._round}")
+        delete_step(self._session, number, name=f"delete/{self._round}")
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until every save so far is committed or has failed. Local.
@@ -335,7 +351,11 @@ class SnapshotStore:
             return
         self._check_open("close")
         self._state = "closed"
-        error = self._leaver.close(keep_memory=keep_memory)
+        try:
+            error = self._leaver.close(keep_memory=keep_memory)
+        except BaseException:  # an interrupt: own seals and spills go on behind
+            self._leaver.abandon()
+            raise
         if error is not None:
             raise error
 
@@ -370,6 +390,10 @@ class SnapshotStore:
             self._abandon("its `with` was left by an exception")
 
     def _check_usable(self, call: str) -> None:
+        if os.getpid() != self._pid:
+            raise ShardStoreError(
+                f"{call} was called in a forked child: the store belongs to process {self._pid}"
+            )
         if self._state == "closed":
             raise ShardStoreError(
                 f"{call} was called on a store after {self._why_closed}: open a new one"

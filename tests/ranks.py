@@ -137,6 +137,7 @@ def _rank_main(
             world_size=n,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+        dist.barrier()  # nobody ends while others are still connecting
         result = fn(rank, *args)
         connection.send((True, result))
     except BaseException:  # noqa: BLE001 - the parent raises it

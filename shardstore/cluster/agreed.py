@@ -87,6 +87,10 @@ class AgreedPoint:
         at = self._await().at
         return at is not None and number >= at
 
+    def is_undecided(self) -> bool:
+        """Whether no point could be agreed, because a rank is missing; waits for the answer."""
+        return self._await().at is None
+
     def all_flagged(self) -> bool:
         """Whether every rank set its flag; waits for the point."""
         return self._await().all_flagged

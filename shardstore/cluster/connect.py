@@ -55,8 +55,11 @@ def connect(process_group: ProcessGroup | None, *, timeout_s: float) -> Coordina
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise CoordinationError("this process is not a member of process_group", phase="connecting")
+    group_ranks = tuple(dist.get_process_group_ranks(process_group))
     if world_size == 1:
-        return _alone(timeout_s)
+        alone = _alone(timeout_s)
+        alone.group_ranks = group_ranks
+        return alone
     store = None
     address = None
     if rank == 0:
@@ -67,7 +70,9 @@ def connect(process_group: ProcessGroup | None, *, timeout_s: float) -> Coordina
     address = _broadcast(address, process_group, timeout_s)
     if store is None:
         store = _join(address, timeout_s)
-    return _introduce(store, rank, world_size, timeout_s, address)
+    coordinator = _introduce(store, rank, world_size, timeout_s, address)
+    coordinator.group_ranks = group_ranks
+    return coordinator
 
 
 def _refuse_unconnected_ranks() -> None:

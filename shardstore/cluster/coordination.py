@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from shardstore.cluster.kv import KeyValueStore
-from shardstore.cluster.owner import Stopped, StoreOwner, progress_key
+from shardstore.cluster.owner import RELAY_KEY, Stopped, StoreOwner, progress_key
 from shardstore.errors import CoordinationError, CoordinationTimeoutError
 
 __all__ = ["Coordinator", "Stopped"]
@@ -57,6 +57,7 @@ class Coordinator:
         host: str = "localhost",
         boot_id: str = "",
         local_ranks: Sequence[int] = (0,),
+        group_ranks: Sequence[int] = (),
     ) -> None:
         """Talk over `store`.
 
@@ -69,6 +70,7 @@ class Coordinator:
             host: Name of this host.
             boot_id: Of this host's kernel; equal for ranks that share memory.
             local_ranks: Ranks on this host.
+            group_ranks: The job's rank of each rank of the group; empty: they are the same.
         """
         self.rank = rank
         self.world_size = world_size
@@ -77,6 +79,7 @@ class Coordinator:
         self.host = host
         self.boot_id = boot_id
         self.local_ranks = tuple(local_ranks)
+        self.group_ranks = tuple(group_ranks)
         self._owner = StoreOwner(store, rank)
         self._untold: deque[str] = deque(maxlen=_MAX_UNTOLD)
 
@@ -167,7 +170,7 @@ class Coordinator:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         future = self._owner.watch(keys, stop)
-        watcher = _ProgressWatcher(keys, ranks)
+        watcher = _ProgressWatcher(keys, ranks, viewer=self.rank)
         deadline = time.monotonic() + limit_s
         look_s = max(0.05, min(limit_s / 8, 5.0))
         while True:
@@ -179,7 +182,8 @@ class Coordinator:
             moved = self._look(watcher, future, phase, must_answer=left <= 0)
             if moved:
                 deadline = time.monotonic() + limit_s
-                self.progress(1)  # those who wait for this rank wait for the slow one
+                if self.rank == 0:
+                    self._owner.relay()
             elif left <= 0 and not future.done():
                 future.cancel()
                 raise _missing(watcher.missing, phase, limit_s)
@@ -279,7 +283,9 @@ class Coordinator:
             if not error.missing_ranks:
                 raise
             ranks = range(self.world_size)
-            watcher = _ProgressWatcher([f"{name}/in/{rank}" for rank in ranks], ranks)
+            watcher = _ProgressWatcher(
+                [f"{name}/in/{rank}" for rank in ranks], ranks, viewer=self.rank
+            )
             self._reply(self._owner.call(watcher.look), phase)
             late = watcher.missing or [0]
             return self.propose(out, _refusal(_missing(late, phase, limit_s)))
@@ -337,11 +343,17 @@ class Coordinator:
 
 
 class _ProgressWatcher:
-    """Who is missing, and whether they still work. Runs on the owner's thread."""
+    """Who is missing, and whether they still work. Runs on the owner's thread.
 
-    def __init__(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+    Work is bytes that a rank itself has worked through. For those who wait for rank 0, work of a rank
+    that rank 0 waits for counts as well: rank 0 relays it. Nobody else does, and rank 0 never takes its
+    own relay for work, or ranks that wait for each other would keep each other alive for ever.
+    """
+
+    def __init__(self, keys: Sequence[str], ranks: Sequence[int], *, viewer: int) -> None:
+        self._viewer = viewer
         self._left = list(zip(keys, ranks, strict=True))
-        self._seen: dict[int, bytes | None] = {}
+        self._seen: dict[int, tuple[bytes | None, bytes | None]] = {}
 
     @property
     def missing(self) -> list[int]:
@@ -351,7 +363,8 @@ class _ProgressWatcher:
         self._left = [(key, rank) for key, rank in self._left if store.get(key) is None]
         moved = False
         for rank in self.missing:
-            now = store.get(progress_key(rank))
+            relayed = store.get(RELAY_KEY) if rank == 0 != self._viewer else None
+            now = (store.get(progress_key(rank)), relayed)
             moved = moved or (rank in self._seen and now != self._seen[rank])
             self._seen[rank] = now
         return moved

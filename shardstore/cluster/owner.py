@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -63,8 +63,11 @@ class Watch:
 
 
 def _settle(future: Future[Any], value: object) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(value)
+    except (InvalidStateError, RuntimeError):
+        pass  # `_fail` was faster, on the thread that leaves
 
 
 class StoreOwner:
@@ -113,6 +116,10 @@ class StoreOwner:
             with self._wake:
                 self._wake.notify()
 
+    def relay(self) -> None:
+        """Tell those who wait for rank 0 that it waits for a rank that works."""
+        self.call(lambda store: store.add(RELAY_KEY, 1))
+
     def end(self, reason: str) -> None:
         """Do what is queued, then refuse further calls; does not wait long for a call that hangs."""
         try:
@@ -133,8 +140,11 @@ class StoreOwner:
             self._watches.clear()
             self._wake.notify()
         for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            try:
+                if not future.done() and future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            except (InvalidStateError, RuntimeError):
+                pass  # the owner's thread was faster
 
     def _run(self) -> None:
         pause_s = _MIN_POLL_S
@@ -186,6 +196,10 @@ class StoreOwner:
         if self._bytes != self._told_bytes and now - self._told_at >= _PROGRESS_EVERY_S:
             self._told_bytes, self._told_at = self._bytes, now
             self._store.set(progress_key(self._rank), str(self._told_bytes).encode())
+
+
+RELAY_KEY: Final = "progress/relay"
+"""Where rank 0 tells that some rank which it waits for works: never counted as work of its own."""
 
 
 def progress_key(rank: int) -> str:

@@ -110,13 +110,18 @@ class Catalog:
 
     def publish(self, manifest: Manifest) -> bool:
         """Commit; False if the register says `aborted` already, and then that stands."""
-        stored = self.tier.create_manifest(manifest.id, encode_manifest(manifest))
+        data = encode_manifest(manifest)
+        stored = self.tier.create_manifest(manifest.id, data, make_folder=False)
+        if stored is None:
+            return False
         return self._read_back(manifest.id, stored).state == "committed"
 
     def abort(self, snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]) -> bool:
         """Close the register of a failed attempt; False if it was committed, and that stands."""
         record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
-        stored = self.tier.create_manifest(snapshot_id, encode_manifest(record))
+        data = encode_manifest(record)
+        stored = self.tier.create_manifest(snapshot_id, data, make_folder=True)
+        assert stored is not None
         return self._read_back(snapshot_id, stored).state == "aborted"
 
     def _read_back(self, snapshot_id: SnapshotId, stored: bytes) -> Manifest:

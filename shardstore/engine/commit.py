@@ -89,6 +89,8 @@ def _release_old(session: Session) -> tuple[SnapshotId, ...]:
     if session.keep is None or _has_successor(session):
         return ()
     with session.retention_lock:
+        if session.is_restoring:
+            return ()  # the next commit does it
         try:
             good = [m.id for m in session.catalog.committed() if m.id not in session.damaged]
             for snapshot_id in plan_deletions(good, session.keep):
@@ -140,12 +142,23 @@ def _publish(session: Session, save: PendingSave) -> Outcome:
 
 
 def _close_register(session: Session, save: PendingSave, failure: Failure) -> bool:
-    """Make sure that nobody commits a failed attempt later; False if it was committed already."""
+    """Make sure that nobody commits a failed attempt later; False if it was committed already.
+
+    Raises:
+        TierError: It cannot be found out whether it is.
+    """
     if save.id is None or session.catalog is None:
         return True
     try:
         return session.catalog.abort(save.id, reason=failure.describe(), writer=session.writer)
     except (ShardStoreError, OSError) as error:
+        # In doubt: the register itself is the answer. If it cannot be read either, this raises, the
+        # outcome is unknown here, and nobody removes a byte.
+        state = session.catalog.entry(save.id).state
+        if state == "committed":
+            return False
+        if state == "torn" and session.rank != 0:
+            raise  # rank 0 may still publish it
         session.warn("%s could not be closed as aborted: %s", save.id, error)
         return True
 

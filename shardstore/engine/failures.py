@@ -49,14 +49,15 @@ class Failures:
                 reached=self._entered,
                 timeout_s=self._session.timeout_s,
             )
-            point.signal(flag=save.error is not None)
+            point.signal(flag=save.raised is not None)
             self._known.append(_Known(save.step, failure, point))
 
     def due_at(self, count: int) -> SaveFailedError | None:
         """What save `count` must raise; waits for the other ranks' answer only after a failure."""
         with self._lock:
             known = list(self._known)
-        due = [k for k in known if k.point.reached(count)]
+        # Without an agreed point some rank is gone: who is left raises now, rather than never.
+        due = [k for k in known if k.point.reached(count) or k.point.is_undecided()]
         return self._take(due)
 
     def rest(self) -> SaveFailedError | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
-from shardstore.errors import CoordinationError
+from shardstore.errors import CoordinationError, CoordinationTimeoutError
 from shardstore.state.restore import RestorePlan
 
 
@@ -43,7 +43,7 @@ def apply_jointly(
         except BaseException as raised:  # noqa: BLE001 - every rank must hear of it
             error = raised
         phase = f"{what}: comparing"
-        note = _meet(coordinator, f"{name}/prepared", error, phase, timeout_s)
+        note = _meet(coordinator, f"{name}/prepared", error, phase, timeout_s, is_filled=False)
         if note is not None:
             raise_note(note, step=None, cause=error)
         assert plan is not None
@@ -52,7 +52,7 @@ def apply_jointly(
         except BaseException as raised:  # noqa: BLE001 - every rank must hear of it
             error = raised
         phase = f"{what}: the barrier after copying"
-        note = _meet(coordinator, f"{name}/applied", error, phase, timeout_s)
+        note = _meet(coordinator, f"{name}/applied", error, phase, timeout_s, is_filled=True)
         if note is not None:
             raise CoordinationError(
                 f"{what} failed while live state was being filled: it is partly applied and must not be "
@@ -64,8 +64,44 @@ def apply_jointly(
         del plan, error  # a traceback must not keep live tensors alive
 
 
+def meet_after_copying(
+    coordinator: Coordinator,
+    name: str,
+    value: bytes,
+    decide: Callable[[list[bytes]], bytes],
+    *,
+    phase: str,
+    timeout_s: float | None = None,
+) -> bytes:
+    """The barrier after live state was filled: if it fails, the error says that it was.
+
+    Raises:
+        CoordinationError: Of the same class as the barrier's.
+    """
+    told = "live state is filled on this rank, but it is not known whether it is on all: do not train on it. "
+    try:
+        return coordinator.gather_decide(name, value, decide, phase=phase, timeout_s=timeout_s)
+    except CoordinationTimeoutError as error:
+        raise CoordinationTimeoutError(
+            told + error.message,
+            missing_ranks=error.missing_ranks,
+            failed_ranks=error.failed_ranks,
+            phase=phase,
+        ) from error
+    except CoordinationError as error:
+        raise CoordinationError(
+            told + error.message, failed_ranks=error.failed_ranks, phase=phase
+        ) from error
+
+
 def _meet(
-    coordinator: Coordinator, name: str, error: BaseException | None, phase: str, timeout_s: float
+    coordinator: Coordinator,
+    name: str,
+    error: BaseException | None,
+    phase: str,
+    timeout_s: float,
+    *,
+    is_filled: bool,
 ) -> Note | None:
     """Hear what failed on any rank. An interrupt of this rank goes on once the others know."""
 
@@ -75,9 +111,13 @@ def _meet(
         return msgspec.json.encode(merge_notes(found) if found else None)
 
     mine = None if error is None else note_of(error, coordinator.rank)
-    decided = coordinator.gather_decide(
-        name, msgspec.json.encode(mine), merge, phase=phase, timeout_s=timeout_s
-    )
+    value = msgspec.json.encode(mine)
+    if is_filled:
+        decided = meet_after_copying(
+            coordinator, name, value, merge, phase=phase, timeout_s=timeout_s
+        )
+    else:
+        decided = coordinator.gather_decide(name, value, merge, phase=phase, timeout_s=timeout_s)
     if error is not None and not isinstance(error, Exception):
         raise error
     return msgspec.json.decode(decided, type=Note | None)

@@ -17,6 +17,8 @@ from shardstore.tiers import ownership
 
 _OWN_S: Final = 60.0
 """How long own seals and spills may take once the store was abandoned."""
+_SEAL_S: Final = 10.0
+"""How long an abandoned store tries to seal what was staged."""
 _OTHERS_S: Final = 5.0
 """How long the interpreter's exit waits for outcomes that other ranks have a part in."""
 
@@ -84,9 +86,13 @@ class Leaver:
     def _finish_own(self) -> None:
         if self._session.world_size == 1:
             self.wait_outcomes(_OWN_S)
+        # A first save needs the others once, for the run's number, before it can be sealed.
+        deadline = time.monotonic() + min(_SEAL_S, self._session.timeout_s)
+        for save in self._pipeline.pending:
+            save.sealed.wait(max(0.0, deadline - time.monotonic()))
         self._session.coordinator.abandon()
-        self._pipeline.stop_own(_OWN_S)
-        self._give_back(keep_memory=True)
+        if self._pipeline.stop_own(_OWN_S):
+            self._give_back(keep_memory=True)
 
     def _give_back(self, *, keep_memory: bool) -> None:
         memory = self._session.memory

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
+from shardstore.engine.ranks import header_in_job
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
     ShardStoreError,
     TierError,
+    TierFullError,
     TopologyMismatchError,
 )
 from shardstore.format.records import Manifest, ShardHeader
@@ -68,6 +70,9 @@ def load_shard(
         try:
             stack.enter_context(reader)
             return _load_from(session, reader, state, candidate, manifest, options, stack)
+        except TierFullError:
+            stack.close()
+            raise
         except (CorruptSnapshotError, FormatError, TierError) as error:
             stack.close()
             problems.append(error)
@@ -129,7 +134,7 @@ def _load_from(
     _note_versions(session, header)
     plan = match_state(
         state,
-        header,
+        header_in_job(header, session.coordinator.group_ranks),
         rank=session.rank,
         world_size=session.world_size,
         strict=options.strict,

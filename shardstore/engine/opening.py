@@ -13,6 +13,7 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.retention import plan_deletions
 from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
 from shardstore.format.records import SnapshotId
@@ -37,11 +38,12 @@ class OpenOptions:
     name: str | None
     keep: int | None
     timeout_s: float
+    on_error: str
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
-        return (self.root, self.name, self.keep, self.memory_bytes == 0)
+        return (self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error)
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -159,7 +161,7 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         return _Agreement(merge_notes(problems))
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
-            labels = ("root", "name", "keep", "memory=0")
+            labels = ("root", "name", "keep", "memory=0", "on_error")
             differing = "; ".join(
                 f"{label} is {mine!r} on rank 0 and {theirs!r} on rank {rank}"
                 for label, mine, theirs in zip(
@@ -201,7 +203,8 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
         on_root = catalog.entry(slot.id).state if catalog is not None else "torn"
         committed = on_root == "committed"
         if on_root == "aborted":
-            slot.is_failed = True
+            # Retired now: once the register is gone, a later start would take the copy for whole.
+            memory.mark_failed(slot.id)
             continue
         if slot.id in everywhere:
             session.complete[slot.id] = SnapshotInfo(
@@ -221,3 +224,7 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
             slot.is_safe = True
         elif not is_newest:
             slot.is_failed = True
+    if catalog is None:  # a crash may have come between "complete" and what it releases
+        counted = [i for i in session.complete if not memory.is_kept(i)]
+        for old in plan_deletions(counted, session.keep):
+            session.forget(old)

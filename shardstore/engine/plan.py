@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import msgspec
+
+from shardstore.engine.ranks import meshes_in_group
 from shardstore.engine.session import Session
 from shardstore.errors import UnsupportedStateError
 from shardstore.format.records import FORMAT_VERSION, ShardHeader
@@ -38,6 +41,7 @@ def plan_shard(
         metadata: JSON value, checked.
         room: `data_start` of the previous file: kept if the new header fits, so that slots are reused.
     """
+    meshes = meshes_in_group(flat.meshes, session.coordinator.group_ranks)
     header = plan_header(
         flat,
         rank=session.rank,
@@ -51,6 +55,7 @@ def plan_shard(
         host=session.host,
         writer=session.writer,
     )
+    header = msgspec.structs.replace(header, meshes=meshes)
     layout = plan_layout(flat.table, flat.pieces, header_nbytes(header), room)
     return header, layout
 

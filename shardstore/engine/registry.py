@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from multiprocessing.util import Finalize
 from typing import Final, Protocol
 
@@ -20,9 +19,10 @@ class Leavable(Protocol):
         ...
 
 
-_open: Final[dict[tuple[str, str], weakref.ref[Leavable]]] = {}
+_open: Final[dict[tuple[str, str], Leavable]] = {}
 _exits: Final[dict[int, object]] = {}
-_all: Final[weakref.WeakSet[Leavable]] = weakref.WeakSet()
+_all: Final[set[Leavable]] = set()
+"""Strong references: a store that nobody else refers to any more still has snapshots to write."""
 
 
 def register(store: Leavable, memory_dir: str, name: str | None) -> None:
@@ -32,13 +32,13 @@ def register(store: Leavable, memory_dir: str, name: str | None) -> None:
         # Unlike atexit, this also runs in children of multiprocessing, which end by os._exit.
         _exits[os.getpid()] = Finalize(None, _leave_all, exitpriority=100)
     if name is not None:
-        _open[(memory_dir, name)] = weakref.ref(store)
+        _open[(memory_dir, name)] = store
 
 
 def unregister(store: Leavable) -> None:
     """Forget a store that was left."""
     _all.discard(store)
-    for key in [key for key, ref in _open.items() if ref() in (store, None)]:
+    for key in [key for key, other in _open.items() if other is store]:
         del _open[key]
 
 
@@ -46,8 +46,7 @@ def take_over(memory_dir: str, name: str | None) -> None:
     """Make an earlier store of the same name in this process leave, so that its files can be adopted."""
     if name is None:
         return
-    ref = _open.pop((memory_dir, name), None)
-    earlier = ref() if ref is not None else None
+    earlier = _open.pop((memory_dir, name), None)
     if earlier is not None:
         earlier.take_leave("another store of the same name took over in this process")
 

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory, Nothing, Skip
+from shardstore.engine.jointly import meet_after_copying
 from shardstore.engine.load import Loaded, load_shard
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.engine.verdicts import (
@@ -27,6 +28,7 @@ from shardstore.errors import (
     FormatError,
     FormatVersionError,
     TierError,
+    TierFullError,
     UnsupportedStateError,
 )
 from shardstore.state.guards import check_boundary
@@ -91,6 +93,7 @@ class Restorer:
         *,
         name: str,
         where: str,
+        count: int,
         problem: BaseException | None = None,
     ) -> None:
         """Prepare only.
@@ -101,6 +104,7 @@ class Restorer:
             options: The caller's arguments.
             name: Unique to this restore and equal on all ranks.
             where: Root or namespace, for messages.
+            count: Saves entered so far; afterwards `count` is what all ranks go on from.
             problem: Why this rank cannot take part; all ranks raise its like.
         """
         self._session = session
@@ -111,45 +115,48 @@ class Restorer:
         self._chooser: Chooser | None = None
         self._loaded: Loaded | None = None
         self._refused_by = problem
+        self.count = count
         self.has_touched_state = False
 
-    def run(self, count: int) -> tuple[RestoreReport | None, int]:
-        """Do it. Returns the report, None if there is no snapshot, and the count to go on from.
+    def run(self) -> RestoreReport | None:
+        """Do it. Returns the report, None if there is no snapshot; `count` is agreed even if it raises.
 
         Raises:
             ShardStoreError: See `SnapshotStore.restore`; the same class on every rank.
         """
-        started = time.monotonic()
-        holds_retention = self._session.rank == 0
-        if holds_retention:
-            self._session.retention_lock.acquire()
         try:
-            verdict = self._first_verdict(count)
-            agreed = time.monotonic()
-            new_count = verdict.count
-            attempt = 0
-            while verdict.action == "try":
-                assert verdict.candidate is not None
-                verdict = self._attempt(verdict.candidate, attempt)
-                attempt += 1
-            if verdict.action != "apply":
-                self._raise_unless_optional(verdict)
-                return None, new_count
-            verified = time.monotonic()
-            assert verdict.candidate is not None
-            self._apply(verdict.candidate, attempt)
-            ended = time.monotonic()
-            times = (agreed - started, verified - agreed, ended - verified)
-            return self._report(verdict, verdict.candidate, times), new_count
+            with self._session.restoring():
+                return self._run()
         finally:
+            # A traceback of what was refused must not keep live objects alive, nor may the plan.
             self._drop()
+            self._refused_by = None
             self._state = {}
-            if holds_retention:
-                self._session.retention_lock.release()
+
+    def _run(self) -> RestoreReport | None:
+        started = time.monotonic()
+        verdict = self._first_verdict()
+        if self._refused_by is not None and not isinstance(self._refused_by, Exception):
+            raise self._refused_by  # an interrupt of this rank, now that the others know
+        agreed = time.monotonic()
+        attempt = 0
+        while verdict.action == "try":
+            assert verdict.candidate is not None
+            verdict = self._attempt(verdict.candidate, attempt)
+            attempt += 1
+        if verdict.action != "apply":
+            self._raise_unless_optional(verdict)
+            return None
+        verified = time.monotonic()
+        assert verdict.candidate is not None
+        self._apply(verdict.candidate, attempt)
+        ended = time.monotonic()
+        times = (agreed - started, verified - agreed, ended - verified)
+        return self._report(verdict, verdict.candidate, times)
 
     # ------------------------------------------------------------------- agree
 
-    def _first_verdict(self, count: int) -> Verdict:
+    def _first_verdict(self) -> Verdict:
         problem, inventory = None, Inventory()
         try:
             if self._refused_by is not None:
@@ -167,7 +174,7 @@ class Restorer:
         options = self._options
         ask = Ask(
             options.step, options.required, options.partial, options.strict, options.fallback,
-            count, inventory, problem,
+            self.count, inventory, problem,
         )  # fmt: skip
         decided = self._session.coordinator.gather_decide(
             f"{self._name}/ask",
@@ -175,7 +182,9 @@ class Restorer:
             self._choose_first,
             phase="restore: agreeing on a snapshot",
         )
-        return msgspec.json.decode(decided, type=Verdict)
+        verdict = msgspec.json.decode(decided, type=Verdict)
+        self.count = verdict.count
+        return verdict
 
     def _choose_first(self, values: list[bytes]) -> bytes:
         """On rank 0: compare what the ranks ask, and choose the first candidate."""
@@ -240,6 +249,8 @@ class Restorer:
             lambda values: self._count_votes(candidate, values),
             phase=f"restore of step {candidate.id.step}: reading and verifying",
         )
+        if self._refused_by is not None and not isinstance(self._refused_by, Exception):
+            raise self._refused_by
         return msgspec.json.decode(decided, type=Verdict)
 
     def _load(self, candidate: Candidate) -> Vote:
@@ -249,11 +260,15 @@ class Restorer:
         except FormatVersionError as error:
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
+        except TierFullError as error:
+            # No room to read into says nothing of the snapshot.
+            self._refused_by = error
+            return Vote(refusal=note_of(error, session.rank))
         except (CorruptSnapshotError, FormatError, TierError) as error:
             session.warn("%s cannot be restored from: %s", candidate.id, error)
             session.damaged.add(candidate.id)
             return Vote(damage=note_of(error, session.rank))
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it
+        except BaseException as error:  # noqa: BLE001 - every rank must hear of it
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
         metadata = self._loaded.header.metadata if session.rank == 0 else None
@@ -302,12 +317,10 @@ class Restorer:
             self._loaded.plan.apply()
         except BaseException as raised:  # noqa: BLE001 - the others must hear of it first
             failure, error = failure_of(raised, session.rank), raised
-        decided = session.coordinator.gather_decide(
-            f"{self._name}/applied/{attempt}",
-            msgspec.json.encode(failure),
-            _first_failure,
-            phase=f"restore of step {candidate.id.step}: the barrier after copying",
-        )
+        phase = f"restore of step {candidate.id.step}: the barrier after copying"
+        name = f"{self._name}/applied/{attempt}"
+        mine = msgspec.json.encode(failure)
+        decided = meet_after_copying(session.coordinator, name, mine, _first_failure, phase=phase)
         first = msgspec.json.decode(decided, type=Failure | None)
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -318,7 +331,14 @@ class Restorer:
                 failed_ranks=first.failed_ranks or (first.rank,),
                 phase="restore: copying into live state",
             ) from error
-        session.memory.set_newest_complete(candidate.id)
+        self._protect(candidate)
+
+    def _protect(self, candidate: Candidate) -> None:
+        """P never moves back, but from a snapshot that turned out damaged."""
+        memory = self._session.memory
+        newest = memory.newest_complete
+        if newest is None or candidate.id.order > newest.order or newest in self._session.damaged:
+            memory.set_newest_complete(candidate.id)
 
     def _report(
         self, verdict: Verdict, candidate: Candidate, times: tuple[float, float, float]

@@ -76,11 +76,12 @@ class SavePipeline:
     def _seal(self, save: PendingSave) -> None:
         try:
             run = self._run.ensure(save.count)
-            if save.error is not None:
-                raise save.error
+            if save.raised is not None:
+                self._propose_failure(save, save.raised)
+                return
             save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
             self._build(save)
-        except BaseException as error:  # noqa: BLE001 - also a KeyboardInterrupt that save() raised
+        except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
             self._report(save, error)
@@ -116,13 +117,16 @@ class SavePipeline:
         return TensorPiece(piece.key, piece.offsets, piece.sizes, piece.device, digest)
 
     def _report(self, save: PendingSave, error: BaseException) -> None:
-        """Tell all ranks that this one failed; the first cause stands."""
-        failure = failure_of(error, self._session.rank)
+        """Tell all ranks that this one failed."""
+        self._propose_failure(save, failure_of(error, self._session.rank))
+
+    def _propose_failure(self, save: PendingSave, failure: Failure) -> None:
+        """The first cause stands."""
         try:
             self._session.coordinator.propose(fail_key(save), msgspec.json.encode(failure))
         except CoordinationError as unreachable:
             self._session.warn(
-                "%s failed (%s) and it cannot be told: %s", save.label, error, unreachable
+                "%s failed (%s) and it cannot be told: %s", save.label, failure.cause, unreachable
             )
 
     # ------------------------------------------------------------------- spill
@@ -130,7 +134,7 @@ class SavePipeline:
     def _spill(self, save: PendingSave) -> None:
         session = self._session
         try:
-            if session.catalog is None or not save.persist or save.id is None or save.error:
+            if session.catalog is None or not save.persist or save.id is None:
                 return
             reader = session.memory.open_shard(save.id)
             if reader is None:
@@ -264,15 +268,16 @@ class SavePipeline:
         _resolve(lambda: save.committed.set_result(info))
 
     def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
-        session = self._session
-        if save.id is not None:
-            session.know_failed(save.id)
+        """Tell first, then clean up: whatever goes wrong there, the failure is known."""
         self._failures.add(save, failure)
+        error = save_failed(save.step, failure)
+        try:
+            if save.id is not None:
+                self._session.know_failed(save.id)
+        finally:
+            _resolve(lambda: save.committed.set_exception(error))
         self._retire_keys(save)
         self._clean_up(save)
-        error: ShardStoreError = save_failed(save.step, failure)
-        error.__cause__ = save.error
-        _resolve(lambda: save.committed.set_exception(error))
 
     def _finish_unknown(self, save: PendingSave, error: BaseException) -> None:
         unknown = SaveFailedError(
@@ -300,6 +305,8 @@ class SavePipeline:
             return
         save.spilled.wait(session.timeout_s)
         try:
+            if session.catalog.entry(save.id).state in ("committed", "damaged"):
+                return  # whatever was told: nothing is taken from under a register
             session.catalog.tier.remove_shard(save.id, session.rank)
             if session.rank == 0:
                 session.catalog.try_remove(save.id)

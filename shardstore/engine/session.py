@@ -6,7 +6,9 @@ import importlib.metadata
 import logging
 import platform
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -55,8 +57,8 @@ class PendingSave:
     layout: ShardLayout | None = None
     slot: Slot | None = None
     id: SnapshotId | None = None
-    error: BaseException | None = None
-    """What `save` raised on this rank."""
+    raised: Failure | None = None
+    """What `save` itself raised on this rank."""
     shards: dict[int, SealedShard] | None = None
     """All ranks' headers, on rank 0, once all have sealed."""
     failure: Failure | None = None
@@ -102,7 +104,10 @@ class Session:
     adopted_world_sizes: dict[SnapshotId, int] = field(default_factory=dict)
     has_noted_versions: bool = False
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by a restore on rank 0, so that retention deletes no candidate."""
+    """Held while registers are changed by retention or delete; never while another rank is waited for."""
+    is_restoring: bool = False
+    """Nothing is released: every snapshot may be a candidate (P5)."""
+    released_meanwhile: list[SnapshotId] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -129,9 +134,26 @@ class Session:
             self._forget(snapshot_id)
         self.memory.mark_failed(snapshot_id)
 
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Pin every snapshot until the last vote: what retention releases meanwhile goes afterwards."""
+        with self.retention_lock, self.lock:
+            self.is_restoring = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.is_restoring = False
+                released, self.released_meanwhile = self.released_meanwhile, []
+            for snapshot_id in released:
+                self.forget(snapshot_id)
+
     def forget(self, snapshot_id: SnapshotId) -> None:
         """This one was deleted: drop this rank's copy."""
         with self.lock:
+            if self.is_restoring:
+                self.released_meanwhile.append(snapshot_id)
+                return
             self.aborted.add(snapshot_id)
             self.marked.discard(snapshot_id)
             self._forget(snapshot_id)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from shardstore.engine.plan import plan_shard
+from shardstore.engine.ranks import header_in_job
 from shardstore.engine.session import Session
 from shardstore.format.records import ShardHeader
 from shardstore.format.shardfile import ShardLayout
@@ -48,11 +49,11 @@ class PrivateCopy:
         session = self._session
         plan = match_state(
             self._state,
-            self._header,
+            header_in_job(self._header, session.coordinator.group_ranks),
             rank=session.rank,
             world_size=session.world_size,
-            strict=True,
-            partial=False,
+            strict=False,  # what was added meanwhile stays; all that was there before is put back
+            partial=True,
         )
         tensors = self._views()
         plan.prepare({index: tensors[index] for index in plan.needed})

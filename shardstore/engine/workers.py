@@ -57,3 +57,4 @@ class Worker(Generic[T]):
                 self._handle(item)
             except Exception:  # noqa: BLE001 - the thread must go on for later saves
                 _LOG.exception("internal error in %s: please report it", self._thread.name)
+            item = None  # while this waits, it keeps nothing alive

@@ -80,8 +80,13 @@ class RootTier(Protocol):
         """Content of the register, None while it was not created."""
         ...
 
-    def create_manifest(self, snapshot_id: SnapshotId, data: bytes) -> bytes:
-        """Create the register exclusively and durably; returns what it holds, ours or another's."""
+    def create_manifest(
+        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+    ) -> bytes | None:
+        """Create the register exclusively and durably; returns what it holds, ours or another's.
+
+        Without `make_folder`: None if the attempt's folder is gone (it was aborted and removed).
+        """
         ...
 
     def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:

@@ -128,13 +128,23 @@ class DiskTier:
                 raise
 
     def _make_attempt_folder(self, folder: str) -> None:
-        os.makedirs(self.location, exist_ok=True)
+        self._make_location()
         try:
             self._ops.make_folder(folder)
         except FileExistsError:
             pass
         # Another rank may have made the folder and not yet synced its name.
         self._ops.fsync_folder(self.location)
+
+    def _make_location(self) -> None:
+        """Make the root folder, and make the names of all that had to be made durable."""
+        missing, path = [], self.location
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        os.makedirs(self.location, exist_ok=True)
+        for made in missing:
+            self._ops.fsync_folder(os.path.dirname(made))
 
     def _discard(self, path: str) -> None:
         try:
@@ -193,13 +203,28 @@ class DiskTier:
             finally:
                 os.close(fd)
 
-    def create_manifest(self, snapshot_id: SnapshotId, data: bytes) -> bytes:
-        """Create the register exclusively; returns what it holds afterwards."""
+    def create_manifest(
+        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+    ) -> bytes | None:
+        """Create the register exclusively; returns what it holds afterwards.
+
+        Args:
+            snapshot_id: Whose register.
+            data: Its content.
+            make_folder: For an abort. A commit never makes the folder: if it is gone, the attempt was
+                aborted and removed, and None is returned.
+        """
         folder = self._folder(snapshot_id)
         path = os.path.join(folder, MANIFEST_NAME)
-        with translated(self.name, "publish", path, needed_bytes=len(data)):
-            self._make_attempt_folder(folder)
-        self._create_exclusively(path, data)
+        if make_folder:
+            with translated(self.name, "publish", path, needed_bytes=len(data)):
+                self._make_attempt_folder(folder)
+        try:
+            self._create_exclusively(path, data)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and not make_folder:
+                return None
+            raise
         stored = self.read_manifest(snapshot_id)
         if stored is None:
             raise TierError(
@@ -310,7 +335,7 @@ class DiskTier:
     def claim_run(self, run: int, record: bytes) -> bool:
         """Create `run-XXXXXXXX.json` exclusively; False if another job has that number."""
         with translated(self.name, "create", self.location):
-            os.makedirs(self.location, exist_ok=True)
+            self._make_location()
         return self._create_exclusively(self._run_path(run), record)
 
     def read_run(self, run: int) -> bytes | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from typing import Final
 
-from shardstore.errors import TierFullError
+from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps, touch_pages
 from shardstore.tiers.slotfiles import SlotFiles
@@ -103,7 +104,7 @@ class MemoryTier:
                 if slot.id == snapshot_id:
                     slot.is_failed = True
                     if slot.users == 0:
-                        self._files.retire(slot)
+                        self._retire(slot)
             self._changed.notify_all()
 
     # ------------------------------------------------------------------- reads
@@ -145,7 +146,7 @@ class MemoryTier:
         with self._changed:
             slot.users -= 1
             if slot.users == 0 and slot.is_failed and slot.state == "sealed":
-                self._files.retire(slot)
+                self._retire(slot)
             self._changed.notify_all()
 
     # ----------------------------------------------------------------- reserve
@@ -175,11 +176,10 @@ class MemoryTier:
     def _try_reserve(self, nbytes: int) -> Slot | None:
         ours = sorted(self._slots, key=lambda s: s.id.order if s.id else (0, 0, ""))
         for slot in ours:
-            if slot.nbytes == nbytes and slot.state == "free":
+            if slot.nbytes == nbytes and self._is_usable(slot):
                 return slot
         for slot in ours:
-            if slot.nbytes == nbytes and self._is_reusable(slot):
-                self._files.retire(slot)
+            if slot.nbytes == nbytes and self._is_reusable(slot) and self._retire(slot):
                 return slot
         if self._is_preparing():
             return None
@@ -203,13 +203,22 @@ class MemoryTier:
         Give it back with `abandon_slot`; within the budget it then serves the next save, warm.
         """
         with self._changed:
-            free = [s for s in self._slots if s.nbytes == nbytes and s.state == "free"]
+            free = [s for s in list(self._slots) if s.nbytes == nbytes and self._is_usable(s)]
             slot: Slot | None = free[0] if free else None
             if slot is None and self._used_bytes() + nbytes <= self.budget_bytes:
                 slot = self._new(nbytes)
             slot = slot or self._new_anonymous(nbytes)
             slot.state = "staging"
             return slot
+
+    def _is_usable(self, slot: Slot) -> bool:
+        """Free, and still there."""
+        if slot.state != "free":
+            return False
+        if slot.path is None or os.path.exists(slot.path):
+            return True
+        self._lose(slot, TierError(f"memory: {slot.path} is gone", tier="memory", key=slot.path))
+        return False
 
     def _is_reusable(self, slot: Slot) -> bool:
         """P3's rule."""
@@ -304,14 +313,35 @@ class MemoryTier:
 
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)
-        self._files.free(slot)
+        try:
+            self._files.free(slot)
+        except TierError as error:
+            self._lose(slot, error)
+
+    def _retire(self, slot: Slot) -> bool:
+        """Make a slot free; False if its file is gone, and then the slot is as well."""
+        try:
+            self._files.retire(slot)
+        except TierError as error:
+            self._lose(slot, error)
+            return False
+        return True
+
+    def _lose(self, slot: Slot, error: TierError) -> None:
+        """Somebody else removed a slot's file: nobody can find it by name any more, so let go of it."""
+        self._tell("lost", f"{error}: files in {self.folder} are removed by somebody else")
+        if slot in self._slots:
+            self._slots.remove(slot)
+        slot.unmap()
 
     def abandon_slot(self, slot: Slot) -> None:
         """Give a reserved slot back unused: staging or the save failed."""
         with self._changed:
             if slot.state == "staging":
                 slot.state, slot.id = "free", None
-                if self._used_bytes() > self.budget_bytes and slot.path is None:
+                # Without a name it must not serve a snapshot that is to outlive us.
+                nameless = slot.path is None and self.folder is not None
+                if nameless or self._used_bytes() > self.budget_bytes > 0:
                     self._drop(slot)
             self._changed.notify_all()
 
@@ -322,7 +352,15 @@ class MemoryTier:
         """
         write_header(self._ops, slot, header)
         with self._changed:
-            self._files.give_final_name(slot, snapshot_id)
+            try:
+                self._files.give_final_name(slot, snapshot_id)
+            except TierError as error:
+                if not self._can_overflow:
+                    raise
+                self._tell(
+                    "lost", f"{error}: this snapshot goes to the root without outliving us here"
+                )
+                slot.path = None
             slot.state, slot.id, slot.is_kept = "sealed", snapshot_id, kept
             slot.is_failed = slot.is_safe = False
             self._changed.notify_all()

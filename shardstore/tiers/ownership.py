@@ -55,9 +55,12 @@ def acquire(path: str, *, wait_s: float = 0.0) -> Holder | None:
                 pid = _read_pid(fd)
                 os.close(fd)
             else:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, str(os.getpid()).encode(), 0)
                 _held[path] = fd
+                try:
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, str(os.getpid()).encode(), 0)
+                except OSError:
+                    pass  # a full tmpfs: the pid is only for messages
                 return None
         if time.monotonic() >= deadline:
             return Holder(pid)

@@ -38,6 +38,7 @@ class SlotFiles:
         path = self._free_name(self.folder)
         try:
             with translated("memory", "reserve", path, needed_bytes=nbytes):
+                os.makedirs(self.folder, 0o700, exist_ok=True)  # somebody may have cleaned up
                 fd = self._ops.open_new(path, 0o600)
                 try:
                     self._ops.allocate(fd, nbytes)
