@@ -150,7 +150,7 @@ from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 tier, attempt = DiskTier(sys.argv[1], name="root", ops=FileOps()), SnapshotId(1, 1, 1, "0" * 8)
 tier.put(attempt, 0, memoryview(b"shard"), lambda nbytes: None)
-tier.create_manifest(attempt, b"manifest")
+tier.create_manifest(attempt, b"manifest", make_folder=False)
 """
 
 
