@@ -220,28 +220,21 @@ class SnapshotStore:
             CoordinationError: Another rank failed or is missing; the text names it.
         """
         self._check_open("restore")
-        return self._restore(state, step, required, partial, strict, fallback)
+        options = RestoreOptions(step, required, partial, strict, fallback)
+        return self._restore(state, options)
 
     def _restore(
         self,
         state: Mapping[str, object],
-        step: int | None,
-        required: bool,
-        partial: bool,
-        strict: bool,
-        fallback: bool,
+        options: RestoreOptions,
         problem: BaseException | None = None,
     ) -> RestoreReport | None:
         self._round += 1
-        try:
-            step = None if step is None else check_step(step)
-        except ValueError as error:  # all ranks must hear of it, or their rounds would part
-            step, problem = None, problem or error
         self._wait_own_seals()
         self._restorer = Restorer(
             self._session,
             state,
-            RestoreOptions(step, required, partial, strict, fallback),
+            options,
             name=f"restore/{self._round}",
             where=self._where(),
             count=self._count,
@@ -277,15 +270,8 @@ class SnapshotStore:
             problem = error
         before = self._restorer
         try:
-            report = self._restore(
-                state,
-                step,
-                required=True,
-                partial=True,
-                strict=strict,
-                fallback=True,
-                problem=problem,
-            )
+            options = RestoreOptions(step, partial=True, strict=strict)
+            report = self._restore(state, options, problem)
             assert report is not None
             self._state = "swapped"
             yield report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory, Nothing, Skip
 from shardstore.engine.jointly import meet_after_copying
 from shardstore.engine.load import Loaded, load_shard
+from shardstore.engine.plan import check_step
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.engine.verdicts import (
     Ask,
@@ -167,13 +168,15 @@ class Restorer:
                     'write {"model": model}',
                     type=type(self._state).__qualname__,
                 )
+            if self._options.step is not None:
+                self._options = replace(self._options, step=check_step(self._options.step))
             check_boundary(self._state)
             inventory = take_inventory(self._session)
         except BaseException as error:  # noqa: BLE001 - every rank must hear of it
             problem, self._refused_by = note_of(error, self._session.rank), error
         options = self._options
         ask = Ask(
-            options.step, options.required, options.partial, options.strict, options.fallback,
+            options.step if problem is None else None, options.required, options.partial, options.strict, options.fallback,
             self.count, inventory, problem,
         )  # fmt: skip
         decided = self._session.coordinator.gather_decide(

@@ -11,7 +11,7 @@ from typing import Final
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps, touch_pages
-from shardstore.tiers.slotfiles import SlotFiles
+from shardstore.tiers.slotfiles import SlotFiles, no_room
 from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
 _LOG: Final = logging.getLogger("shardstore")
@@ -272,18 +272,9 @@ class MemoryTier:
         return sum(slot.nbytes for slot in self._slots)
 
     def _full(self, nbytes: int, *, waited: bool) -> TierFullError:
-        free = max(0, self.budget_bytes - self._used_bytes())
-        held = ", ".join(s.id.name for s in self._slots if s.id) or "nothing"
-        where = self.folder or "anonymous memory"
-        why = "nothing left in time" if waited else "nothing is on its way out"
-        return TierFullError(
-            f"memory: no room in {where} for {nbytes:,} bytes: {free:,} of the budget of "
-            f"{self.budget_bytes:,} are free and {why}. It holds {held}. Raise memory=, give a root "
-            "to write to, use keep=, or delete snapshots that were saved with persist=False. In a "
-            "container give it more shared memory (--shm-size, --ipc=host, or an emptyDir of medium "
-            "Memory).",
-            tier="memory", key=where, operation="reserve", needed_bytes=nbytes, free_bytes=free,
-        )  # fmt: skip
+        held = [slot.id.name for slot in self._slots if slot.id]
+        free = self.budget_bytes - self._used_bytes()
+        return no_room(self.folder, nbytes, free, self.budget_bytes, held, waited=waited)
 
     def _tell(self, topic: str, message: str) -> None:
         if topic not in self._told:

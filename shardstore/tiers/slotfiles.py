@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
 from shardstore.errors import TierFullError
@@ -142,3 +143,24 @@ class SlotFiles:
 def mark_name(rank: int) -> str:
     """File name of the mark that a memory-only snapshot was complete, as rank `rank` leaves it."""
     return f"rank-{rank:05d}.complete"
+
+
+def no_room(
+    folder: str | None,
+    nbytes: int,
+    free: int,
+    budget_bytes: int,
+    held: Sequence[str],
+    *,
+    waited: bool,
+) -> TierFullError:
+    """The error of a slot that cannot be had: what holds the memory, and what to do."""
+    where = folder or "anonymous memory"
+    why = "nothing left in time" if waited else "nothing is on its way out"
+    return TierFullError(
+        f"memory: no room in {where} for {nbytes:,} bytes: {max(0, free):,} of the budget of "
+        f"{budget_bytes:,} are free and {why}. It holds {', '.join(held) or 'nothing'}. Raise memory=, "
+        "give a root to write to, use keep=, or delete snapshots that were saved with persist=False. "
+        + _REMEDY,
+        tier="memory", key=where, operation="reserve", needed_bytes=nbytes, free_bytes=max(0, free),
+    )  # fmt: skip

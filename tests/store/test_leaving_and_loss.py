@@ -201,4 +201,4 @@ def test_a_bad_step_at_restore_is_told_and_the_store_goes_on(open_store: OpenSto
     store.save({"w": torch.ones(1)}, step=1).wait()
     with pytest.raises((ValueError, CoordinationError), match="step"):
         store.restore({"w": torch.ones(1)}, step="1")  # type: ignore[call-overload]
-    assert store.restore({"w": torch.ones(1)}, step=1).step == 1
+    assert store.restore({"w": torch.ones(1)}, step=torch.tensor(1)).step == 1  # type: ignore[call-overload]
