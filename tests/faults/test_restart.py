@@ -117,7 +117,8 @@ def test_kill_and_restart_rounds_do_not_grow_memory(folder: str) -> None:
     slot_nbytes = 404_096
     # Four saves in flight and the protected one: five slots a rank, whatever the number of rounds.
     assert max(nbytes for nbytes, _ in sizes) <= 2 * 5 * slot_nbytes, sizes
-    assert sizes[-1][1] <= sizes[1][1] + 4, sizes
+    # And a lock file for each run that still has one of them, and for the last run itself.
+    assert max(number for _, number in sizes) <= 2 * (5 + 6), sizes
 
 
 def _seal_then_die_big(rank: int, folder: str) -> None:
