@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -59,7 +61,7 @@ class SavePipeline:
         self._workers = (self._sealer, self._spiller, self._completer, self._committer)
 
     def submit(self, save: PendingSave) -> None:
-        """Take a save: staged, or with `error` set. Every rank submits every save that it enters."""
+        """Take a save: staged, or with `raised` set. Every rank submits every save that it enters."""
         with self._lock:
             self._pending = [p for p in self._pending if not p.settled.is_set()]
             self._pending.append(save)
@@ -335,8 +337,5 @@ class SavePipeline:
 
 def _resolve(call: Callable[[], None]) -> None:
     """Complete a future that close() may have completed before."""
-    try:
+    with suppress(InvalidStateError):
         call()
-    except Exception as error:
-        if type(error).__name__ != "InvalidStateError":
-            raise

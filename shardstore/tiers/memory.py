@@ -100,7 +100,7 @@ class MemoryTier:
         While somebody still reads it, that waits for the last `release`.
         """
         with self._changed:
-            for slot in self._slots:
+            for slot in list(self._slots):
                 if slot.id == snapshot_id:
                     slot.is_failed = True
                     if slot.users == 0:
@@ -346,7 +346,7 @@ class MemoryTier:
             try:
                 self._files.give_final_name(slot, snapshot_id)
             except TierError as error:
-                if not self._can_overflow:
+                if kept or not self._can_overflow:
                     raise
                 self._tell(
                     "lost", f"{error}: this snapshot goes to the root without outliving us here"

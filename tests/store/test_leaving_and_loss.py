@@ -18,6 +18,7 @@ from torch import nn
 
 from shardstore import (
     CoordinationError,
+    SaveFailedError,
     ShardStoreError,
     SnapshotStore,
     StateMismatchError,
@@ -45,6 +46,34 @@ def test_memory_files_removed_by_somebody_else_cost_no_later_save(
     assert state["w"][0].item() == 7
     store.close()
     assert [i.step for i in list_snapshots(Path(folder) / "root")] == list(range(1, 8))
+
+
+def test_a_memory_only_snapshot_whose_file_was_removed_is_a_failed_save(
+    open_store: OpenStore, folder: str
+) -> None:
+    """It has no other tier to live in: without its name it would not outlive the process (G7)."""
+
+    class RemovesTheSlot(FileOps):
+        armed = False
+
+        def point(self, name: str) -> None:
+            if name == "seal" and self.armed:
+                for slot in (Path(folder) / "memory").rglob("slot-*"):
+                    slot.unlink()
+
+    ops = RemovesTheSlot()
+    with use_ops(ops):
+        store = open_store()
+    state = {"w": torch.ones(1000)}
+    ops.armed = True
+    with pytest.raises(SaveFailedError, match="ENOENT"):
+        store.save(state, step=1, persist=False).wait()
+    assert store.snapshots() == []
+    ops.armed = False
+    with pytest.raises(SaveFailedError, match="step 1"):
+        store.save(state, step=2, persist=False)
+    store.drain()
+    assert [(info.step, info.tiers) for info in store.snapshots()] == [(2, ("memory",))]
 
 
 def test_a_store_that_nobody_refers_to_still_writes_what_was_saved(folder: str) -> None:
