@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.ranks import header_in_job
+from shardstore.engine.verify import Verifier
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -18,7 +19,7 @@ from shardstore.errors import (
     TopologyMismatchError,
 )
 from shardstore.format.records import Manifest, ShardHeader
-from shardstore.format.shardfile import ShardLayout, digest_of
+from shardstore.format.shardfile import ShardLayout
 from shardstore.state.restore import RestorePlan, match_state
 from shardstore.state.staging import views
 from shardstore.tiers.base import ShardReader
@@ -142,11 +143,7 @@ def _load_from(
     )
     layout = sealed.layout
     assert layout is not None
-    data = _bytes_of(session, reader, layout, plan.needed, stack)
-    for index in plan.needed:
-        _verify(header, layout, index, data, reader)
-        start, stop = layout.spans[index]
-        session.coordinator.progress(stop - start)
+    data = _verified_bytes(session, reader, sealed, plan.needed, stack)
     tensors = views(data, layout, header.table, header.pieces)
     plan.prepare({index: tensors[index] for index in plan.needed})
     return Loaded(header, plan, reader.tier, stack)
@@ -185,31 +182,43 @@ def _check_entry(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
         )  # fmt: skip
 
 
-def _bytes_of(
+def _verified_bytes(
     session: Session,
     reader: ShardReader,
-    layout: ShardLayout,
+    sealed: SealedShard,
     needed: tuple[int, ...],
     stack: contextlib.ExitStack,
 ) -> memoryview:
-    """The file's bytes in host memory; only the needed spans are filled."""
+    """The file's bytes in host memory, the needed spans filled and verified as they come."""
+    layout = sealed.layout
+    assert layout is not None
+    verifier = Verifier(sealed, needed, reader, session.coordinator.progress)
     mapped = reader.read(0, reader.nbytes) if reader.tier == "memory" else None
     if isinstance(mapped, memoryview):
+        verifier.feed(mapped, 0)
         return mapped
     slot = session.memory.scratch(reader.nbytes)
     stack.callback(session.memory.abandon_slot, slot)
-    for start, stop in _merged(layout, needed):
-        got = reader.read_into(slot.view[start:stop], start)
-        session.coordinator.progress(got)
-        if got != stop - start:
+    for start, stop in merged_spans(layout, needed):
+        fed = start
+
+        def arrived(end: int) -> None:
+            nonlocal fed
+            verifier.feed(slot.view[fed:end], fed)
+            session.coordinator.progress(end - fed)
+            fed = end
+
+        end = reader.fill(slot.view, start, stop, arrived)
+        if end != stop:
             raise CorruptSnapshotError(
-                f"{reader.source} ends at byte {start + got:,}, expected {layout.nbytes:,}: truncated",
+                f"{reader.source} ends at byte {end:,}, expected {layout.nbytes:,}: truncated",
                 tier=reader.tier, file=reader.source,
             )  # fmt: skip
+    verifier.finish()
     return slot.view
 
 
-def _merged(layout: ShardLayout, needed: tuple[int, ...]) -> list[tuple[int, int]]:
+def merged_spans(layout: ShardLayout, needed: tuple[int, ...]) -> list[tuple[int, int]]:
     """Spans to read, in file order, neighbours joined."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(layout.spans[index] for index in needed):
@@ -220,21 +229,3 @@ def _merged(layout: ShardLayout, needed: tuple[int, ...]) -> list[tuple[int, int
         else:
             merged.append((start, stop))
     return merged
-
-
-def _verify(
-    header: ShardHeader, layout: ShardLayout, index: int, data: memoryview, reader: ShardReader
-) -> None:
-    piece = header.pieces[index]
-    if not piece.key:
-        return  # an alias: its bytes are another row's
-    start, stop = layout.spans[index]
-    actual = digest_of(data[start:stop])
-    if actual != piece.digest:
-        name = ".".join(header.table[index].path)
-        raise CorruptSnapshotError(
-            f"{reader.source}: tensor {name} of rank {header.rank} is damaged: its bytes have digest "
-            f"{actual}, {piece.digest} were saved",
-            tier=reader.tier, file=reader.source, tensor=name,
-            expected=piece.digest, actual=actual,
-        )  # fmt: skip

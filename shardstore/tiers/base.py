@@ -34,8 +34,19 @@ class ShardReader(Protocol):
         """Bytes [start, stop), fewer at the end of the file; a view where the tier has them mapped."""
         ...
 
-    def read_into(self, into: memoryview, start: int) -> int:
-        """Fill `into` from `start` on; returns how many bytes there were."""
+    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
+        """Fill `file[start:stop]` from the same offsets of this file, in order.
+
+        Args:
+            file: Page-aligned memory as long as this file; up to a page around the range may be filled.
+            start: First byte.
+            stop: End of the range.
+            arrived: Called on this thread with the offset up to which bytes have come; it may verify
+                them while further ones are read. What it raises ends the reading.
+
+        Returns:
+            The end of what there was, less than `stop` where the file is truncated.
+        """
         ...
 
     def __enter__(self) -> ShardReader: ...

@@ -14,6 +14,7 @@ from shardstore.errors import TierError
 from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps, translated
+from shardstore.tiers.transfer import PacedWriter, read_ahead
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
@@ -35,13 +36,14 @@ class DiskReader:
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop), fewer at the end of the file."""
         buffer = bytearray(max(0, min(stop, self.nbytes) - start))
-        got = self.read_into(memoryview(buffer), start)
+        with translated(self.tier, "read", self.source):
+            got = self._ops.read_at(self._fd, memoryview(buffer), start)
         return bytes(buffer[:got])
 
-    def read_into(self, into: memoryview, start: int) -> int:
-        """Fill `into` from offset `start`; returns how many bytes there were."""
+    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
+        """Fill `file[start:stop]`; see ShardReader."""
         with translated(self.tier, "read", self.source):
-            return self._ops.read_at(self._fd, into, start)
+            return read_ahead(self._ops, self._fd, file, start, stop, arrived)
 
     def __enter__(self) -> DiskReader:
         return self
@@ -108,10 +110,11 @@ class DiskTier:
             try:
                 try:
                     self._reserve(fd, len(data))
+                    writer = PacedWriter(self._ops, fd)
                     for start in range(0, len(data), CHUNK_BYTES):
-                        self._ops.write_at(fd, data[start : start + CHUNK_BYTES], start)
+                        writer.write(data[start : start + CHUNK_BYTES], start)
                         progress(min(CHUNK_BYTES, len(data) - start))
-                    self._ops.fsync(fd)
+                    writer.finish()
                 finally:
                     os.close(fd)
                 self._ops.rename(temp, target)

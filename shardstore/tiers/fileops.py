@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from typing import Final, NoReturn
@@ -14,6 +15,27 @@ from shardstore.errors import TierError, TierFullError
 
 CHUNK_BYTES: Final = 16 << 20
 """Bytes per read or write call: large enough to stream, small enough to report progress."""
+
+_SYNC_WRITE: Final = 2
+_SYNC_WAIT: Final = 1 | 2 | 4
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux's call, which Python does not have; called through ctypes it releases the GIL."""
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        found.restype = ctypes.c_int
+    return found
+
+
+_native_sync_file_range: Final = _find_sync_file_range()
+
+
+def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
+    """Errors do not matter: fsync follows, and says."""
+    if _native_sync_file_range is not None and nbytes:
+        _native_sync_file_range(fd, offset, nbytes, flags)
 
 
 class FileOps:
@@ -61,6 +83,29 @@ class FileOps:
                 break
             done += got
         return done
+
+    def bypass_cache(self, fd: int, on: bool) -> bool:
+        """Turn O_DIRECT of an open file on or off; False if the file system does not have it."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+        if wanted != flags:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+            except OSError:
+                return False
+        return True
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """Begin to write dirty pages of a range, and do not wait. Pacing only, never durability."""
+        _sync_file_range(fd, offset, nbytes, _SYNC_WRITE)
+
+    def drop_written(self, fd: int, offset: int, nbytes: int) -> None:
+        """Wait until a range is written, and let the page cache have its pages back."""
+        _sync_file_range(fd, offset, nbytes, _SYNC_WAIT)
+        try:
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            pass  # advice only
 
     def fsync(self, fd: int) -> None:
         """Make a file's content durable."""

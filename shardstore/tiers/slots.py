@@ -125,11 +125,12 @@ class SlotReader:
         """Bytes [start, stop) of the mapping itself."""
         return self._slot.view[start:stop]
 
-    def read_into(self, into: memoryview, start: int) -> int:
-        """Copy into `into` from offset `start`."""
-        part = self._slot.view[start : start + len(into)]
-        into[: len(part)] = part
-        return len(part)
+    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
+        """Copy; see ShardReader."""
+        end = min(stop, self.nbytes)
+        file[start:end] = self._slot.view[start:end]
+        arrived(end)
+        return end
 
     def __enter__(self) -> SlotReader:
         return self
