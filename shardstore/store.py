@@ -47,6 +47,7 @@ class SnapshotStore:
         memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
         name: str | None = None,
         keep: int | None = None,
+        on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         process_group: ProcessGroup | None = None,
         timeout_s: float = 600.0,
@@ -56,11 +57,15 @@ class SnapshotStore:
         Args:
             root: Folder where snapshots are durable, shared by all hosts. None: memory only.
             memory: Host memory for this rank, "24GiB" or bytes; "auto" is half of what is free,
-                shared among the host's ranks; 0 keeps nothing in memory (needs a root).
+                shared among the host's ranks; 0 keeps nothing in memory (needs a root). A state that
+                does not fit is streamed to the root, and `save` blocks until it is there.
             memory_dir: A tmpfs for the memory tier.
             name: Namespace under `memory_dir`; default: digest of the root. With neither name nor root,
                 memory is private and ends with the process.
             keep: How many snapshots to keep; None deletes nothing.
+            on_full: What `save` does while no memory is free, but some is on its way out: waits for
+                it; leaves this snapshot out, on all ranks (`wait` returns None then); or writes
+                directly to the root and blocks meanwhile.
             on_error: A failed background write raises at the same later call on all ranks, or warns.
             process_group: Ranks of the store; default: all.
             timeout_s: Longest wait for a rank that makes no progress, in seconds.
@@ -72,6 +77,8 @@ class SnapshotStore:
         """
         if on_error not in ("raise", "warn"):
             raise ValueError(f'on_error must be "raise" or "warn", got {on_error!r}')
+        if on_full not in ("wait", "skip", "direct"):
+            raise ValueError(f'on_full must be "wait", "skip" or "direct", got {on_full!r}')
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         resolved = resolve_root(root)
@@ -86,6 +93,7 @@ class SnapshotStore:
             keep=check_keep(keep),
             timeout_s=float(timeout_s),
             on_error=on_error,
+            on_full=on_full,
         )
         self._state: Literal["open", "swapped", "closed"] = "open"
         self._why_closed = "it was closed"
@@ -97,7 +105,7 @@ class SnapshotStore:
         self._session = open_session(self._options, process_group, ops)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
         self._pipeline = SavePipeline(self._session, self._failures, ops)
-        self._stager = Stager(self._session, ops)
+        self._stager = Stager(self._session, ops, on_full=on_full, number=self._pipeline.number)
         self._restorer: Restorer | None = None
         self._leaver = Leaver(
             self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
@@ -126,7 +134,8 @@ class SnapshotStore:
 
         Raises:
             UnsupportedStateError: Something cannot be stored; the text says what and where.
-            TierFullError: No memory is left and none is on its way out.
+            TierFullError: No memory is left, none became free in time, and the root cannot be used
+                instead (persist=False, or there is none).
             SaveFailedError: An *earlier* save failed in the background. Raised by the same save on
                 every rank; this save itself was taken and goes on.
         """
@@ -248,7 +257,9 @@ class SnapshotStore:
     def _wait_own_seals(self) -> None:
         deadline = time.monotonic() + self._options.timeout_s
         for save in self._pipeline.pending:
-            save.sealed.wait(max(0.0, deadline - time.monotonic()))
+            # What was streamed is restorable once it is committed, the rest as soon as it is sealed.
+            ready = save.sealed if save.streamed is None else save.settled
+            ready.wait(max(0.0, deadline - time.monotonic()))
 
     def _where(self) -> str:
         return self._options.root or f"memory ({self._options.name or 'private'})"

@@ -8,7 +8,7 @@ from shardstore.cluster.coordination import Stopped
 from shardstore.engine.catalog import SealedShard, manifest_of
 from shardstore.engine.entries import collect_entries
 from shardstore.engine.retention import plan_deletions
-from shardstore.engine.session import Failure, PendingSave, Session, failure_of
+from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
 from shardstore.errors import (
     CoordinationTimeoutError,
     ShardStoreError,
@@ -34,11 +34,8 @@ def fail_key(save: PendingSave) -> str:
     return f"fail/{save.count}"
 
 
-def agree_complete(session: Session, save: PendingSave) -> Failure | None:
+def agree_complete(session: Session, save: PendingSave) -> Completion:
     """Wait until all ranks have sealed; every rank gets the same answer.
-
-    Returns:
-        None: complete. Else why not.
 
     Raises:
         CoordinationError: The store is unreachable: the answer is unknown.
@@ -46,25 +43,21 @@ def agree_complete(session: Session, save: PendingSave) -> Failure | None:
     key = f"complete/{save.count}"
     try:
         if session.rank == 0:
-            entries = collect_entries(session, save, stop=fail_key(save))
-            if isinstance(entries, Failure):
-                return _obey(session, key, entries)
-            save.shards = entries
-            return _obey(session, key, None)
+            return _obey(session, key, collect_entries(session, save, stop=fail_key(save)))
         heard = session.coordinator.wait(
             [key], phase=f"{save.label}: waiting for all ranks to seal", ranks=[0]
         )
     except CoordinationTimeoutError as error:
         if not error.missing_ranks:
             raise
-        return _obey(session, key, failure_of(error, session.rank))
+        return _obey(session, key, Completion(failure_of(error, session.rank)))
     assert not isinstance(heard, Stopped)
-    return msgspec.json.decode(heard[0], type=Failure | None)
+    return msgspec.json.decode(heard[0], type=Completion)
 
 
-def _obey(session: Session, key: str, proposal: Failure | None) -> Failure | None:
+def _obey(session: Session, key: str, proposal: Completion) -> Completion:
     stored = session.coordinator.propose(key, msgspec.json.encode(proposal))
-    return msgspec.json.decode(stored, type=Failure | None)
+    return msgspec.json.decode(stored, type=Completion)
 
 
 def commit_on_rank_0(session: Session, save: PendingSave) -> Outcome:
@@ -73,7 +66,8 @@ def commit_on_rank_0(session: Session, save: PendingSave) -> Outcome:
     Raises:
         CoordinationError: The outcome could not be told (the store is gone).
     """
-    failure = save.failure or _wait_durable(session, save)
+    assert save.completion is not None
+    failure = save.completion.failure or _wait_durable(session, save)
     outcome = _publish(session, save) if failure is None else Outcome(failure)
     if outcome.failure is not None and not _close_register(session, save, outcome.failure):
         outcome = _committed(save)

@@ -8,7 +8,7 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator, Stopped
 from shardstore.engine.catalog import SealedShard, problems_between
-from shardstore.engine.session import Failure, PendingSave, Session
+from shardstore.engine.session import Completion, Failure, PendingSave, Session
 from shardstore.format.records import ShardHeader, TensorRow
 from shardstore.format.shardfile import header_digest
 
@@ -20,10 +20,17 @@ class _Entry(msgspec.Struct, frozen=True):
     """Without table, pieces and leaves."""
     nbytes: int
     digest: str
+    in_memory: bool = True
 
 
 def post_entry(
-    coordinator: Coordinator, count: int, header: ShardHeader, nbytes: int, data: bytes
+    coordinator: Coordinator,
+    count: int,
+    header: ShardHeader,
+    nbytes: int,
+    data: bytes,
+    *,
+    in_memory: bool,
 ) -> None:
     """Tell rank 0 that this rank's shard is sealed. A table that is new to the job is posted once."""
     if coordinator.claim(f"table-claim/{header.table_digest}"):
@@ -35,14 +42,12 @@ def post_entry(
         leaves=None,
         metadata=header.metadata if coordinator.rank == 0 else None,
     )
-    entry = _Entry(slim, nbytes, header_digest(data))
+    entry = _Entry(slim, nbytes, header_digest(data), in_memory)
     coordinator.post(f"entry/{count}/{coordinator.rank}", msgspec.json.encode(entry))
 
 
-def collect_entries(
-    session: Session, save: PendingSave, *, stop: str
-) -> dict[int, SealedShard] | Failure:
-    """Wait for all entries and check that they are one snapshot; rank 0 only.
+def collect_entries(session: Session, save: PendingSave, *, stop: str) -> Completion:
+    """Wait for all entries and check that they are one snapshot; rank 0 only. Fills `save.shards`.
 
     Raises:
         CoordinationError: A rank is missing or the store is gone.
@@ -56,7 +61,7 @@ def collect_entries(
         stop=stop,
     )
     if isinstance(values, Stopped):
-        return msgspec.json.decode(values.value, type=Failure)
+        return Completion(msgspec.json.decode(values.value, type=Failure))
     entries = [msgspec.json.decode(value, type=_Entry) for value in values]
     shards = {}
     for rank, entry in enumerate(entries):
@@ -65,7 +70,8 @@ def collect_entries(
         shards[rank] = SealedShard(header, entry.nbytes, entry.digest)
     problems = problems_between(shards)
     if not problems:
-        return shards
+        save.shards = shards
+        return Completion(in_memory=all(entry.in_memory for entry in entries))
     shown = problems[:_MAX_LISTED]
     if problems[_MAX_LISTED:]:
         shown.append(f"and {len(problems) - _MAX_LISTED} more")
@@ -77,7 +83,7 @@ def collect_entries(
         failed_ranks=tuple(ranks),
     )
     stored = coordinator.propose(stop, msgspec.json.encode(failure))
-    return msgspec.json.decode(stored, type=Failure)
+    return Completion(msgspec.json.decode(stored, type=Failure))
 
 
 def _table(session: Session, save: PendingSave, digest: str, rank: int) -> tuple[TensorRow, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
+from shardstore.engine.passing import PassingShard, merged_spans, truncated
 from shardstore.engine.ranks import header_in_job
 from shardstore.engine.verify import Verifier
 from shardstore.errors import (
@@ -19,10 +20,10 @@ from shardstore.errors import (
     TopologyMismatchError,
 )
 from shardstore.format.records import Manifest, ShardHeader
-from shardstore.format.shardfile import ShardLayout
 from shardstore.state.restore import RestorePlan, match_state
 from shardstore.state.staging import views
 from shardstore.tiers.base import ShardReader
+from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.choose import Candidate
@@ -38,6 +39,16 @@ class Loaded:
     plan: RestorePlan
     tier: str
     resources: contextlib.ExitStack
+    passing: PassingShard | None = None
+    """The file, where there is no memory to hold it."""
+
+    def apply(self) -> None:
+        """Fill live state."""
+        if self.passing is None:
+            self.plan.apply()
+        else:
+            targets, passing = self.plan.targets(), self.passing
+            self.plan.apply_streamed(lambda: passing.fill(targets))
 
     def close(self) -> None:
         """Give buffers and readers back; nothing live refers to them."""
@@ -143,10 +154,21 @@ def _load_from(
     )
     layout = sealed.layout
     assert layout is not None
-    data = _verified_bytes(session, reader, sealed, plan.needed, stack)
-    tensors = views(data, layout, header.table, header.pieces)
-    plan.prepare({index: tensors[index] for index in plan.needed})
-    return Loaded(header, plan, reader.tier, stack)
+    passing = None
+    slot = None
+    if not reader.is_mapped:
+        slot = session.memory.try_scratch(reader.nbytes)
+    if slot is not None:
+        stack.callback(session.memory.abandon_slot, slot)
+    if slot is not None or reader.is_mapped:
+        data = _verified_bytes(session, reader, sealed, plan.needed, slot)
+        tensors = views(data, layout, header.table, header.pieces)
+        plan.prepare({index: tensors[index] for index in plan.needed})
+    else:
+        passing = PassingShard(sealed, reader, plan.needed, session.coordinator.progress)
+        passing.verify()
+        plan.prepare(passing)
+    return Loaded(header, plan, reader.tier, stack, passing)
 
 
 def _note_versions(session: Session, header: ShardHeader) -> None:
@@ -187,45 +209,29 @@ def _verified_bytes(
     reader: ShardReader,
     sealed: SealedShard,
     needed: tuple[int, ...],
-    stack: contextlib.ExitStack,
+    slot: Slot | None,
 ) -> memoryview:
-    """The file's bytes in host memory, the needed spans filled and verified as they come."""
+    """The file's bytes in host memory: its own, or read into `slot`. Verified as they come."""
     layout = sealed.layout
     assert layout is not None
     verifier = Verifier(sealed, needed, reader, session.coordinator.progress)
-    mapped = reader.read(0, reader.nbytes) if reader.tier == "memory" else None
-    if isinstance(mapped, memoryview):
-        verifier.feed(mapped, 0)
-        return mapped
-    slot = session.memory.scratch(reader.nbytes)
-    stack.callback(session.memory.abandon_slot, slot)
+    if slot is None:
+        data = reader.read(0, reader.nbytes)
+        assert isinstance(data, memoryview)
+        verifier.feed(data, 0)
+        return data
+    view = slot.view
+
+    def place(start: int, stop: int) -> memoryview:
+        return view[start:stop]
+
+    def arrived(data: memoryview, start: int) -> None:
+        session.coordinator.progress(len(data))
+        verifier.feed(data, start)
+
     for start, stop in merged_spans(layout, needed):
-        fed = start
-
-        def arrived(end: int) -> None:
-            nonlocal fed
-            verifier.feed(slot.view[fed:end], fed)
-            session.coordinator.progress(end - fed)
-            fed = end
-
-        end = reader.fill(slot.view, start, stop, arrived)
+        end = reader.stream(start, stop, place, arrived)
         if end != stop:
-            raise CorruptSnapshotError(
-                f"{reader.source} ends at byte {end:,}, expected {layout.nbytes:,}: truncated",
-                tier=reader.tier, file=reader.source,
-            )  # fmt: skip
+            raise truncated(reader, end, layout)
     verifier.finish()
-    return slot.view
-
-
-def merged_spans(layout: ShardLayout, needed: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Spans to read, in file order, neighbours joined."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(layout.spans[index] for index in needed):
-        if start == stop:
-            continue
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged
+    return view

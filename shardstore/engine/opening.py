@@ -39,11 +39,14 @@ class OpenOptions:
     keep: int | None
     timeout_s: float
     on_error: str
+    on_full: str
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
-        return (self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error)
+        return (
+            self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error, self.on_full,
+        )  # fmt: skip
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -138,7 +141,7 @@ def _open_memory(
         rank=coordinator.rank,
         owner=coordinator.nonce,
         budget_bytes=budget,
-        can_overflow=options.root is not None,
+        has_root=options.root is not None,
         ops=ops,
     )
     return memory, adopted
@@ -161,7 +164,7 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         return _Agreement(merge_notes(problems))
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
-            labels = ("root", "name", "keep", "memory=0", "on_error")
+            labels = ("root", "name", "keep", "memory=0", "on_error", "on_full")
             differing = "; ".join(
                 f"{label} is {mine!r} on rank 0 and {theirs!r} on rank {rank}"
                 for label, mine, theirs in zip(

@@ -317,7 +317,7 @@ class Restorer:
         assert self._loaded is not None
         self.has_touched_state = True
         try:
-            self._loaded.plan.apply()
+            self._loaded.apply()
         except BaseException as raised:  # noqa: BLE001 - the others must hear of it first
             failure, error = failure_of(raised, session.rank), raised
         phase = f"restore of step {candidate.id.step}: the barrier after copying"

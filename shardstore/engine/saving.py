@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Final
 
 import msgspec
 
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.commit import (
     Outcome,
     agree_complete,
@@ -35,7 +36,7 @@ from shardstore.engine.session import (
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
-from shardstore.format.shardfile import digest_of, encode_header
+from shardstore.format.shardfile import ShardLayout, digest_of, encode_header
 from shardstore.tiers.adoption import free_absent_ranks
 from shardstore.tiers.fileops import FileOps
 
@@ -61,7 +62,7 @@ class SavePipeline:
         self._workers = (self._sealer, self._spiller, self._completer, self._committer)
 
     def submit(self, save: PendingSave) -> None:
-        """Take a save: staged, or with `raised` set. Every rank submits every save that it enters."""
+        """Take a save: staged, or with `raised` or `broken` set. Every rank submits every save that it enters."""
         with self._lock:
             self._pending = [p for p in self._pending if not p.settled.is_set()]
             self._pending.append(save)
@@ -73,19 +74,41 @@ class SavePipeline:
         with self._lock:
             return [p for p in self._pending if not p.settled.is_set()]
 
+    def number(self, save: PendingSave) -> SnapshotId:
+        """The id of a save that is not submitted yet.
+
+        Waits for the run's number, and so, at the first save of a run, for all other ranks to come to it.
+
+        Raises:
+            TierError, CoordinationError: The number cannot be had.
+        """
+        save.number = Future()
+        if not self._sealer.submit(save):
+            raise ShardStoreError("the store was closed meanwhile")
+        return SnapshotId(save.step, save.number.result(), save.count, self._session.nonce)
+
     # -------------------------------------------------------------------- seal
 
     def _seal(self, save: PendingSave) -> None:
+        if save.number is not None and not save.number.done():
+            try:
+                save.number.set_result(self._run.ensure(save.count))
+            except Exception as error:  # noqa: BLE001 - who asked for it raises it
+                save.number.set_exception(error)
+            return
         try:
             run = self._run.ensure(save.count)
-            if save.raised is not None:
-                self._propose_failure(save, save.raised)
+            if (failure := save.raised or save.broken) is not None:
+                self._propose_failure(save, failure)
                 return
             save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
             self._build(save)
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
+            if save.streamed is not None:
+                save.streamed.writer.discard()
+                save.streamed = None
             self._report(save, error)
         finally:
             save.sealed.set()
@@ -96,6 +119,11 @@ class SavePipeline:
 
     def _build(self, save: PendingSave) -> None:
         slot, header, layout = save.slot, save.header, save.layout
+        if save.streamed is not None:
+            assert layout is not None
+            save.header = save.streamed.header
+            self._post(save, layout, save.streamed.data)
+            return
         assert slot is not None
         assert header is not None
         assert layout is not None
@@ -110,8 +138,19 @@ class SavePipeline:
         self._ops.point("seal")
         self._session.memory.seal(slot, save.id, data, kept=not save.persist)
         save.header = header
+        self._post(save, layout, data)
+
+    def _post(self, save: PendingSave, layout: ShardLayout, data: bytes) -> None:
+        assert save.header is not None
         self._ops.point("post sealed")
-        post_entry(self._session.coordinator, save.count, header, layout.nbytes, data)
+        post_entry(
+            self._session.coordinator,
+            save.count,
+            save.header,
+            layout.nbytes,
+            data,
+            in_memory=save.streamed is None,
+        )
 
     def _digested(self, piece: TensorPiece, data: memoryview) -> TensorPiece:
         digest = digest_of(data)
@@ -138,14 +177,11 @@ class SavePipeline:
         try:
             if session.catalog is None or not save.persist or save.id is None:
                 return
-            reader = session.memory.open_shard(save.id)
-            if reader is None:
-                return  # the save failed meanwhile
-            with reader:
+            if save.streamed is not None:
                 self._ops.point("spill")
-                data = reader.read(0, reader.nbytes)
-                session.catalog.tier.put(save.id, session.rank, data, session.coordinator.progress)
-                data.release()
+                save.streamed.writer.publish()
+            elif not self._copy_to_root(session.catalog, save.id):
+                return  # the save failed meanwhile
             self._ops.point("post durable")
             session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
@@ -153,22 +189,35 @@ class SavePipeline:
         finally:
             save.spilled.set()
 
+    def _copy_to_root(self, catalog: Catalog, snapshot_id: SnapshotId) -> bool:
+        reader = self._session.memory.open_shard(snapshot_id)
+        if reader is None:
+            return False
+        with reader:
+            self._ops.point("spill")
+            data = reader.read(0, reader.nbytes)
+            catalog.tier.put(
+                snapshot_id, self._session.rank, data, self._session.coordinator.progress
+            )
+            data.release()
+        return True
+
     # ---------------------------------------------------------------- complete
 
     def _complete(self, save: PendingSave) -> None:
         """Learn whether all ranks sealed: one write-once key. P moves; without a root that is all."""
         session = self._session
         try:
-            save.failure = agree_complete(session, save)
+            save.completion = completion = agree_complete(session, save)
         except Exception as error:  # noqa: BLE001 - the outcome is unknown here
             self._finish_unknown(save, error)
             save.settled.set()
             return
-        if save.failure is None and save.id is not None:
+        if completion.failure is None and completion.in_memory and save.id is not None:
             session.know_complete(self._info(save), save.id)
             self._free_absent_ranks()
         if session.catalog is None or not save.persist:
-            self._finish_in_memory(save, save.failure)
+            self._finish_in_memory(save, completion.failure)
             save.settled.set()
         else:
             self._committer.submit(save)
@@ -261,7 +310,10 @@ class SavePipeline:
         )
 
     def _finish_committed(self, save: PendingSave, outcome: Outcome | None = None) -> None:
-        tiers = ("memory",) if outcome is None else ("memory", "root")
+        tiers: tuple[str, ...] = ("memory",)
+        if outcome is not None:
+            in_memory = save.completion is not None and save.completion.in_memory
+            tiers = ("memory", "root") if in_memory else ("root",)
         info = self._info(save, tiers=tiers)
         if outcome is not None:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
@@ -271,13 +323,20 @@ class SavePipeline:
 
     def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
         """Tell first, then clean up: whatever goes wrong there, the failure is known."""
-        self._failures.add(save, failure)
+        if failure.is_skip:
+            self._session.num_skipped += 1
+            self._session.log("the %s is skipped: %s", save.label, failure.describe())
+        else:
+            self._failures.add(save, failure)
         error = save_failed(save.step, failure)
         try:
             if save.id is not None:
                 self._session.know_failed(save.id)
         finally:
-            _resolve(lambda: save.committed.set_exception(error))
+            if failure.is_skip:
+                _resolve(lambda: save.committed.set_result(None))
+            else:
+                _resolve(lambda: save.committed.set_exception(error))
         self._retire_keys(save)
         self._clean_up(save)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -22,6 +22,9 @@ from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.slots import Slot
 
+if TYPE_CHECKING:
+    from shardstore.engine.streaming import Streamed
+
 _LOG: Final = logging.getLogger("shardstore")
 
 
@@ -32,10 +35,21 @@ class Failure(msgspec.Struct, frozen=True):
     cause: str
     """Type and text of the first cause."""
     failed_ranks: tuple[int, ...] = ()
+    is_skip: bool = False
+    """No failure: a rank had no memory free, and on_full="skip" says to leave this save out."""
 
     def describe(self) -> str:
         """One line for messages."""
         return f"rank {self.rank}: {self.cause}"
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Whether all ranks have sealed a save, equal on all ranks."""
+
+    failure: Failure | None = None
+    """None: they have."""
+    in_memory: bool = True
+    """Every rank's copy is in memory, so that a restore need not wait for the root."""
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -56,13 +70,19 @@ class PendingSave:
     header: ShardHeader | None = None
     layout: ShardLayout | None = None
     slot: Slot | None = None
+    streamed: Streamed | None = None
+    """This rank's file on the root, where memory had no room for the state."""
+    number: Future[int] | None = None
+    """Somebody waits for the run's number before this save can go on."""
     id: SnapshotId | None = None
     raised: Failure | None = None
     """What `save` itself raised on this rank."""
+    broken: Failure | None = None
+    """Why this save ends here, though `save` raised nothing: like a failure in the background."""
     shards: dict[int, SealedShard] | None = None
     """All ranks' headers, on rank 0, once all have sealed."""
-    failure: Failure | None = None
-    """Why not all ranks sealed it."""
+    completion: Completion | None = None
+    """Whether all ranks sealed it."""
     staged: Future[None] = field(default_factory=Future)
     committed: Future[SnapshotInfo | None] = field(default_factory=Future)
     sealed: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +125,8 @@ class Session:
     has_noted_versions: bool = False
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while registers are changed by retention or delete; never while another rank is waited for."""
+    num_skipped: int = 0
+    """Saves that on_full="skip" left out, on any rank."""
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)

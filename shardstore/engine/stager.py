@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from shardstore.engine.plan import check_metadata, check_step, plan_shard
-from shardstore.engine.session import PendingSave, Session
-from shardstore.state.flatten import flatten_state
+from shardstore.engine.session import PendingSave, Session, failure_of
+from shardstore.engine.streaming import Streamer
+from shardstore.errors import CoordinationError, TierError, TierFullError
+from shardstore.format.records import SnapshotId
+from shardstore.state.flatten import FlatState, flatten_state
 from shardstore.state.guards import check_boundary
 from shardstore.state.staging import stage, views
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.slots import Slot
 
 
 class Stager:
     """Copies live state into slots. Belongs to the thread that saves."""
 
-    def __init__(self, session: Session, ops: FileOps) -> None:
-        """Nothing is reserved yet."""
+    def __init__(
+        self,
+        session: Session,
+        ops: FileOps,
+        *,
+        on_full: str,
+        number: Callable[[PendingSave], SnapshotId],
+    ) -> None:
+        """Nothing is reserved yet.
+
+        Args:
+            session: This rank's session.
+            ops: System calls.
+            on_full: What to do where no memory is free: "wait", "skip", or "direct" to the root.
+            number: Gives a save its id, for what is written to the root at once.
+        """
         self._session = session
         self._ops = ops
+        self._on_full = on_full
+        self._number = number
+        self._streamer = Streamer(session)
+        self._has_told = False
         self._room = 0
 
     def stage(
         self, save: PendingSave, state: Mapping[str, object], *, step: int, metadata: object
     ) -> None:
-        """Fill `save` up to a staged slot.
+        """Fill `save` up to a staged slot, or a file on the root; or mark it as skipped or broken.
 
         Raises:
             ValueError, UnsupportedStateError, TierFullError: See `SnapshotStore.save`.
@@ -46,14 +70,60 @@ class Stager:
             room=self._room,
         )
         self._room = save.layout.data_start
-        slot = session.memory.reserve(save.layout.nbytes, timeout_s=session.timeout_s)
-        save.slot = slot
+        slot = self._reserve(save, save.layout.nbytes)
+        if save.broken is not None:
+            return
         self._ops.point("stage")
+        if slot is None:
+            self._stream(save, flat)
+            return
+        save.slot = slot
         key = (save.layout, flat.table)
         if not isinstance(slot.views, tuple) or slot.views[0] != key:
             tensors = views(slot.view, save.layout, save.header.table, save.header.pieces)
             slot.views = (key, tensors)
         stage(flat, slot.views[1])
+        self._ops.point("staged")
+
+    def _reserve(self, save: PendingSave, nbytes: int) -> Slot | None:
+        """A slot, or None if the state is to be streamed to the root."""
+        memory, on_full = self._session.memory, self._on_full
+        can_stream = self._session.catalog is not None and save.persist
+        timeout_s = self._session.timeout_s if on_full == "wait" else 0.0
+        try:
+            slot = memory.reserve(nbytes, kept=not save.persist, timeout_s=timeout_s)
+        except TierFullError:
+            if on_full == "skip":
+                full = failure_of(memory.full(nbytes), self._session.rank)
+                save.broken = msgspec.structs.replace(full, is_skip=True)
+                return None
+            if on_full == "wait" or not can_stream:
+                raise
+            return None
+        if slot is None and not can_stream:
+            raise memory.full(nbytes)
+        if slot is None and nbytes > memory.budget_bytes > 0 and not self._has_told:
+            self._has_told = True
+            self._session.warn(
+                "a state of %s bytes does not fit the memory budget of %s: save streams it to the root, "
+                "at the root's speed, and a restart reads it from there. Raise memory= (in a "
+                "container give it more shared memory: --shm-size, --ipc=host).",
+                f"{nbytes:,}", f"{memory.budget_bytes:,}",
+            )  # fmt: skip
+        return slot
+
+    def _stream(self, save: PendingSave, flat: FlatState) -> None:
+        """Write to the root now. What goes wrong there is told as if it had happened behind `save`.
+
+        One rank's disk must not make `save` raise on that rank alone, with the others in a collective.
+        """
+        assert save.header is not None
+        assert save.layout is not None
+        try:
+            save.id = self._number(save)
+            save.streamed = self._streamer.stream(flat, save.header, save.layout, save.id)
+        except (TierError, CoordinationError) as error:
+            save.broken = failure_of(error, self._session.rank)
         self._ops.point("staged")
 
     def warm_up(self, state: Mapping[str, object]) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 
-import xxhash
-
 from shardstore.engine.catalog import SealedShard
+from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
-from shardstore.format.shardfile import digest_of
 from shardstore.tiers.base import ShardReader
 
 
 class Verifier:
-    """Digests of the needed tensors of one file. A tensor may come in several portions."""
+    """Compares the digests of the needed tensors of one file with what was saved."""
 
     def __init__(
         self,
@@ -23,15 +20,12 @@ class Verifier:
         reader: ShardReader,
         progress: Callable[[int], None],
     ) -> None:
-        """Expect the spans of `needed` (rows of the table, no aliases), in file order."""
+        """Expect the bytes of `needed` (rows of the table, no aliases)."""
         layout = sealed.layout
         assert layout is not None
         self._header = sealed.header
-        self._spans = layout.spans
         self._reader = reader
-        self._progress = progress
-        self._waiting = deque(sorted(needed, key=self._spans.__getitem__))
-        self._partial: xxhash.xxh3_128 | None = None
+        self._digests = SpanDigests(layout.spans, needed, self._check, progress)
 
     def feed(self, data: memoryview, start: int) -> None:
         """Take the bytes of the file from `start` on; portions come in order and skip only what is not needed.
@@ -39,34 +33,13 @@ class Verifier:
         Raises:
             CorruptSnapshotError: A tensor does not have the digest it was saved with.
         """
-        end = start + len(data)
-        while self._waiting:
-            index = self._waiting[0]
-            begin, stop = self._spans[index]
-            if begin >= end and stop > begin:
-                break
-            first = max(begin - start, 0)
-            part = data[first : max(first, stop - start)]
-            if stop > end:
-                if self._partial is None:
-                    self._partial = xxhash.xxh3_128()
-                self._partial.update(part)
-                self._progress(len(part))
-                break
-            self._waiting.popleft()
-            if self._partial is None:
-                self._check(index, digest_of(part))
-            else:
-                self._partial.update(part)
-                self._check(index, self._partial.hexdigest())
-                self._partial = None
-            self._progress(len(part))
+        self._digests.feed(data, start)
 
-    def _check(self, index: int, actual: str) -> None:
-        saved = self._header.pieces[index].digest
+    def _check(self, row: int, actual: str) -> None:
+        saved = self._header.pieces[row].digest
         if actual == saved:
             return
-        name = ".".join(self._header.table[index].path)
+        name = ".".join(self._header.table[row].path)
         reader = self._reader
         raise CorruptSnapshotError(
             f"{reader.source}: tensor {name} of rank {self._header.rank} is damaged: its bytes have "
@@ -80,12 +53,9 @@ class Verifier:
         Raises:
             CorruptSnapshotError: They have not: the file is truncated.
         """
-        for index in self._waiting:
-            start, stop = self._spans[index]
-            if start == stop:
-                self._check(index, digest_of(b""))
-                continue
-            name = ".".join(self._header.table[index].path)
+        row = self._digests.finish()
+        if row is not None:
+            name = ".".join(self._header.table[row].path)
             raise CorruptSnapshotError(
                 f"{self._reader.source} is truncated: tensor {name} is not whole",
                 tier=self._reader.tier, file=self._reader.source, tensor=name,

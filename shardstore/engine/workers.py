@@ -27,15 +27,16 @@ class Worker(Generic[T]):
         self._started = False
         self._stopped = False
 
-    def submit(self, item: T) -> None:
-        """Queue an item; dropped after `stop`."""
+    def submit(self, item: T) -> bool:
+        """Queue an item; False, and it is dropped, after `stop`."""
         with self._lock:
             if self._stopped:
-                return
+                return False
             if not self._started:
                 self._thread.start()
                 self._started = True
             self._items.put(item)
+            return True
 
     def stop(self) -> None:
         """End after the items queued so far; does not wait."""

@@ -25,8 +25,8 @@ class Actions:
 
     views: Mapping[int, torch.Tensor]
     """Verified bytes by row, typed; owned by the engine."""
-    fills: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(live local tensor, source)."""
+    fills: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """(live local tensor, row whose bytes it takes)."""
     assigns: list[Callable[[], object]] = field(default_factory=list)
     """Optimizer state, contents of containers, names rebound in the state."""
     loads: list[Callable[[], object]] = field(default_factory=list)
@@ -198,10 +198,9 @@ class Matcher:
         expanded = is_expanded(local)
 
         def build(actions: Actions) -> object:
-            view = actions.views[source]
             if expanded:
-                require_fit(path, local, view)
-            actions.fills.append((local, view))
+                require_fit(path, local, actions.views[source])
+            actions.fills.append((local, source))
             return live
 
         return Slot(build)

@@ -21,7 +21,7 @@ from shardstore.state.matcher import Actions, Matcher, Slot
 from shardstore.state.matching import match_value
 from shardstore.state.nodes import Node
 from shardstore.state.skeleton import parse_leaves
-from shardstore.state.staging import fill
+from shardstore.state.staging import fill, is_expanded
 from shardstore.state.survey import survey_state
 
 
@@ -48,6 +48,7 @@ class RestorePlan:
         Args:
             views: For each row of `needed`, its verified bytes as a CPU tensor of the piece's dtype
                 and shape. Must stay unchanged until `apply` returned; nothing live aliases them then.
+                Only those that must be decoded or built from are looked at before `apply`.
 
         Raises:
             StateMismatchError: an expanded live tensor cannot hold what was stored.
@@ -61,9 +62,33 @@ class RestorePlan:
         """Fill, assign, load. Fails only where memory or the caller's own load_state_dict does."""
         actions, self._actions = self._actions, None
         assert actions is not None, "prepare comes first, and apply once"
-        fill(actions.fills)
-        for act in (*actions.assigns, *actions.loads, *actions.random):
-            act()
+        fill((live, actions.views[row]) for live, row in actions.fills)
+        _act(actions)
+
+    def targets(self) -> dict[int, list[torch.Tensor]]:
+        """Live local tensors by the row whose bytes fill them, once prepared; for `apply_streamed`.
+
+        A tensor that is expanded is not among them.
+        """
+        assert self._actions is not None, "prepare comes first"
+        found: dict[int, list[torch.Tensor]] = {}
+        for live, row in self._actions.fills:
+            if not is_expanded(live):
+                found.setdefault(row, []).append(live)
+        return found
+
+    def apply_streamed(self, stream: Callable[[], None]) -> None:
+        """As `apply`, with `stream` filling all `targets` from storage."""
+        actions, self._actions = self._actions, None
+        assert actions is not None, "prepare comes first, and apply once"
+        stream()
+        fill((live, actions.views[row]) for live, row in actions.fills if is_expanded(live))
+        _act(actions)
+
+
+def _act(actions: Actions) -> None:
+    for act in (*actions.assigns, *actions.loads, *actions.random):
+        act()
 
 
 def match_state(

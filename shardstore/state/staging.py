@@ -37,20 +37,25 @@ def views(
         dtypes that this torch lacks their bytes.
     """
     base = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0).byte()
-    empty = torch.empty(0, dtype=torch.uint8)
-    typed: list[torch.Tensor] = []
-    for row, piece, (start, end) in zip(table, pieces, layout.spans, strict=True):
-        if row.alias_of is not None:
-            typed.append(empty)
-            continue
-        dtype = TORCH_DTYPES.get(row.dtype)
-        if dtype is None:
-            typed.append(base[start:end])
-        elif start == end:
-            typed.append(torch.empty(piece.sizes, dtype=dtype))
-        else:
-            typed.append(base[start:end].view(dtype).view(piece.sizes))
-    return typed
+    return [
+        as_stored(base[start:end], row, piece)
+        for row, piece, (start, end) in zip(table, pieces, layout.spans, strict=True)
+    ]
+
+
+def as_stored(data: torch.Tensor, row: TensorRow, piece: TensorPiece) -> torch.Tensor:
+    """Bytes of one row as a tensor of its dtype and this rank's shape; see `views`."""
+    if row.alias_of is not None:
+        return _EMPTY
+    dtype = TORCH_DTYPES.get(row.dtype)
+    if dtype is None:
+        return data
+    if data.numel() == 0:
+        return torch.empty(piece.sizes, dtype=dtype)
+    return data.view(dtype).view(piece.sizes)
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def stage(flat: FlatState, views: Sequence[torch.Tensor]) -> None:
@@ -131,9 +136,12 @@ def fits_expanded(live: torch.Tensor, source: torch.Tensor) -> bool:
 
 def copy_exact(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy equal dtype and shape, bit for bit."""
-    if target.dtype in _BYTEWISE:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source, non_blocking=non_blocking)
+    bytewise(target).copy_(bytewise(source), non_blocking=non_blocking)
+
+
+def bytewise(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or its bytes where torch has no copy of its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype in _BYTEWISE else tensor
 
 
 _BYTEWISE = frozenset(TORCH_DTYPES[name] for name in _NO_COPY_KERNEL if name in TORCH_DTYPES)

@@ -29,20 +29,29 @@ class ShardReader(Protocol):
     source: str
     """Path or address, for messages."""
     nbytes: int
+    is_mapped: bool
+    """Whether `read` hands out the tier's own memory."""
 
     def read(self, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop), fewer at the end of the file; a view where the tier has them mapped."""
         ...
 
-    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
-        """Fill `file[start:stop]` from the same offsets of this file, in order.
+    def stream(
+        self,
+        start: int,
+        stop: int,
+        place: Callable[[int, int], memoryview],
+        arrived: Callable[[memoryview, int], None],
+    ) -> int:
+        """Read bytes [start, stop) in order, further ones while `arrived` works on those that came.
 
         Args:
-            file: Page-aligned memory as long as this file; up to a page around the range may be filled.
             start: First byte.
             stop: End of the range.
-            arrived: Called on this thread with the offset up to which bytes have come; it may verify
-                them while further ones are read. What it raises ends the reading.
+            place: Memory for the bytes of a range of offsets, which may reach a page beyond this one;
+                not used where the tier has the bytes mapped.
+            arrived: Called on this thread, in order, with bytes and their offset. They are valid until
+                it returns, or as long as `place`'s memory. What it raises ends the reading.
 
         Returns:
             The end of what there was, less than `stop` where the file is truncated.
@@ -57,6 +66,22 @@ class ShardReader(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+class ShardWriter(Protocol):
+    """A shard on its way into a tier; nobody sees it before `publish`."""
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write a part at its place in the file. `data` may be reused on return."""
+        ...
+
+    def publish(self) -> None:
+        """Make it durable and visible under its final name."""
+        ...
+
+    def discard(self) -> None:
+        """Give up: nothing of it stays. After `publish` it does nothing."""
+        ...
 
 
 class RootTier(Protocol):
@@ -81,6 +106,10 @@ class RootTier(Protocol):
         progress: Callable[[int], None],
     ) -> None:
         """Store one shard durably; `progress` gets the bytes of each step."""
+        ...
+
+    def create_shard(self, snapshot_id: SnapshotId, rank: int, nbytes: int) -> ShardWriter:
+        """Begin one shard of `nbytes`, whose parts come one by one."""
         ...
 
     def open_shard(self, snapshot_id: SnapshotId, rank: int) -> ShardReader:

@@ -7,54 +7,17 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Final
 
 from shardstore.errors import TierError
 from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.records import SnapshotId
+from shardstore.tiers.diskshard import DiskReader, DiskWriter
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps, translated
-from shardstore.tiers.transfer import PacedWriter, read_ahead
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
 _DELETED: Final = "deleted-"
-
-
-class DiskReader:
-    """One shard file, opened for reading."""
-
-    def __init__(self, ops: FileOps, tier: str, path: str) -> None:
-        """Open `path`; a symbolic link or a missing file is a TierError."""
-        self._ops = ops
-        self.tier = tier
-        self.source = path
-        with translated(tier, "open", path):
-            self._fd = ops.open_existing(path)
-            self.nbytes = os.fstat(self._fd).st_size
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), fewer at the end of the file."""
-        buffer = bytearray(max(0, min(stop, self.nbytes) - start))
-        with translated(self.tier, "read", self.source):
-            got = self._ops.read_at(self._fd, memoryview(buffer), start)
-        return bytes(buffer[:got])
-
-    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
-        """Fill `file[start:stop]`; see ShardReader."""
-        with translated(self.tier, "read", self.source):
-            return read_ahead(self._ops, self._fd, file, start, stop, arrived)
-
-    def __enter__(self) -> DiskReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        os.close(self._fd)
 
 
 class DiskTier:
@@ -101,34 +64,23 @@ class DiskTier:
         progress: Callable[[int], None],
     ) -> None:
         """Write one shard durably. If this dies half way, only a temp name is left."""
+        writer = self.create_shard(snapshot_id, rank, len(data))
+        try:
+            for start in range(0, len(data), CHUNK_BYTES):
+                writer.write(data[start : start + CHUNK_BYTES], start)
+                progress(min(CHUNK_BYTES, len(data) - start))
+            writer.publish()
+        except BaseException:
+            writer.discard()
+            raise
+
+    def create_shard(self, snapshot_id: SnapshotId, rank: int, nbytes: int) -> DiskWriter:
+        """Reserve the space of one shard under a temp name."""
         folder = self._folder(snapshot_id)
         target = os.path.join(folder, shard_file_name(rank))
-        with translated(self.name, "write", target, needed_bytes=len(data)):
+        with translated(self.name, "write", target, needed_bytes=nbytes):
             self._make_attempt_folder(folder)
-            temp = f"{target}.tmp"
-            fd = self._ops.open_new(temp)
-            try:
-                try:
-                    self._reserve(fd, len(data))
-                    writer = PacedWriter(self._ops, fd)
-                    for start in range(0, len(data), CHUNK_BYTES):
-                        writer.write(data[start : start + CHUNK_BYTES], start)
-                        progress(min(CHUNK_BYTES, len(data) - start))
-                    writer.finish()
-                finally:
-                    os.close(fd)
-                self._ops.rename(temp, target)
-            except BaseException:
-                self._discard(temp)
-                raise
-            self._ops.fsync_folder(folder)
-
-    def _reserve(self, fd: int, nbytes: int) -> None:
-        try:
-            self._ops.allocate(fd, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+            return DiskWriter(self._ops, self.name, target, nbytes)
 
     def _make_attempt_folder(self, folder: str) -> None:
         self._make_location()

@@ -15,7 +15,6 @@ from shardstore.tiers.slotfiles import SlotFiles, no_room
 from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
 _LOG: Final = logging.getLogger("shardstore")
-_NUM_OVERFLOW_SLOTS: Final = 2
 
 
 class MemoryTier:
@@ -37,7 +36,7 @@ class MemoryTier:
         rank: int,
         owner: str,
         budget_bytes: int,
-        can_overflow: bool,
+        has_root: bool,
         ops: FileOps,
     ) -> None:
         """Own no slot yet.
@@ -47,12 +46,13 @@ class MemoryTier:
             rank: This rank, which is in the file names.
             owner: Nonce of the run, which is in the names of free slots.
             budget_bytes: Most that all slots may take.
-            can_overflow: There is a root: a state beyond the budget is staged in anonymous memory.
+            has_root: What is saved becomes durable elsewhere: where the tmpfs is full it may be staged in
+                anonymous memory, which ends with the process.
             ops: System calls.
         """
         self.rank = rank
         self.budget_bytes = budget_bytes
-        self._can_overflow = can_overflow
+        self._has_root = has_root
         self._ops = ops
         self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
         self._slots: list[Slot] = []
@@ -151,64 +151,90 @@ class MemoryTier:
 
     # ----------------------------------------------------------------- reserve
 
-    def reserve(self, nbytes: int, *, timeout_s: float) -> Slot:
+    def reserve(self, nbytes: int, *, kept: bool, timeout_s: float) -> Slot | None:
         """Get a slot of exactly `nbytes` to build a shard file in.
 
-        A free or reusable warm slot is taken first, then new memory within the budget, then
-        anonymous memory beyond it where there is a root; else this waits for a slot on its way out.
+        A free or reusable warm slot is taken first, then new memory within the budget; else this waits
+        for a slot on its way out.
+
+        Args:
+            nbytes: Size of the file.
+            kept: For a memory-only snapshot, which needs a slot that outlives the process.
+            timeout_s: How long to wait for memory that is on its way out, in seconds; 0 does not wait.
+
+        Returns:
+            The slot; None if nothing could make room.
 
         Raises:
-            TierFullError: No room, and nothing that could make some; or none within `timeout_s`.
+            TierFullError: Nothing became free within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                slot = self._try_reserve(nbytes)
+            while nbytes <= self.budget_bytes:
+                slot = self._try_reserve(nbytes, kept=kept)
                 if slot is not None:
                     slot.state = "staging"
                     slot.users = 0
                     return slot
+                if not (self._on_the_way_out() or self._is_preparing()):
+                    return None
                 left = deadline - time.monotonic()
-                if left <= 0 or not (self._on_the_way_out() or self._is_preparing()):
-                    raise self._full(nbytes, waited=left <= 0)
+                if left <= 0:
+                    raise self.full(nbytes, waited=True)
                 self._changed.wait(min(left, 1.0))
+        return None
 
-    def _try_reserve(self, nbytes: int) -> Slot | None:
+    def _try_reserve(self, nbytes: int, *, kept: bool) -> Slot | None:
         ours = sorted(self._slots, key=lambda s: s.id.order if s.id else (0, 0, ""))
-        for slot in ours:
-            if slot.nbytes == nbytes and self._is_usable(slot):
+        must_outlive = kept and self.folder is not None
+        fitting = [s for s in ours if s.nbytes == nbytes and not (must_outlive and s.path is None)]
+        for slot in fitting:
+            if self._is_usable(slot):
                 return slot
-        for slot in ours:
-            if slot.nbytes == nbytes and self._is_reusable(slot) and self._retire(slot):
+        for slot in fitting:
+            if self._is_reusable(slot) and self._retire(slot):
                 return slot
         if self._is_preparing():
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
+            if new is None and self._has_root and not must_outlive:
+                new = self._new_nameless(nbytes)
             if new is not None:
                 return new
         for slot in ours:  # another size: give it back and try anew
             if slot.nbytes != nbytes and (slot.state == "free" or self._is_reusable(slot)):
                 self._drop(slot)
-                return self._try_reserve(nbytes)
-        if self._can_overflow and self._num_private() < _NUM_OVERFLOW_SLOTS:
-            hopeless = self.folder is None or nbytes > self.budget_bytes
-            if hopeless or not self._on_the_way_out():
-                return self._overflow(nbytes)
+                return self._try_reserve(nbytes, kept=kept)
         return None
 
-    def scratch(self, nbytes: int) -> Slot:
-        """A buffer to read into or to keep a copy in, never named and taken from no snapshot.
+    def try_scratch(self, nbytes: int) -> Slot | None:
+        """A buffer to read into, never named and taken from no snapshot; None beyond the budget.
 
-        Give it back with `abandon_slot`; within the budget it then serves the next save, warm.
+        Give it back with `abandon_slot`; it then serves the next save, warm.
         """
         with self._changed:
             free = [s for s in list(self._slots) if s.nbytes == nbytes and self._is_usable(s)]
             slot: Slot | None = free[0] if free else None
-            if slot is None and self._used_bytes() + nbytes <= self.budget_bytes:
-                slot = self._new(nbytes)
-            slot = slot or self._new_anonymous(nbytes)
-            slot.state = "staging"
+            while slot is None and nbytes <= self.budget_bytes:
+                if self._used_bytes() + nbytes <= self.budget_bytes:
+                    slot = self._new(nbytes)
+                    break
+                unused = next((s for s in self._slots if s.state == "free"), None)
+                if unused is None:
+                    break
+                self._drop(unused)
+            if slot is not None:
+                slot.state = "staging"
+            return slot
+
+    def scratch(self, nbytes: int) -> Slot:
+        """As `try_scratch`, but beyond the budget where that is used up."""
+        with self._changed:
+            slot = self.try_scratch(nbytes)
+            if slot is None:
+                slot = self._new_anonymous(nbytes)
+                slot.state = "staging"
             return slot
 
     def _is_usable(self, slot: Slot) -> bool:
@@ -229,14 +255,14 @@ class MemoryTier:
         if slot.is_failed:
             return True
         older = self._newest is not None and slot.id.order < self._newest.order
-        private = slot.path is None and self._can_overflow
+        private = slot.path is None and self._has_root
         return slot.is_safe and (older or private)
 
     def _is_only_room(self, slot: Slot) -> bool:
         """The newest may go only where there is room for one, once it is committed further out."""
         if not slot.is_safe:
             return False
-        if slot.path is None and self._can_overflow:
+        if slot.path is None and self._has_root:
             return True
         fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._files.is_full
         if fits_two or any(s.state != "sealed" for s in self._slots):
@@ -260,10 +286,7 @@ class MemoryTier:
         if slot.is_failed or slot.is_kept or slot.is_safe:
             return False
         unknown = self._newest is None or slot.id.order > self._newest.order
-        return unknown or self._can_overflow
-
-    def _num_private(self) -> int:
-        return sum(1 for slot in self._slots if slot.path is None)
+        return unknown or self._has_root
 
     def _is_preparing(self) -> bool:
         return self._preparing is not None and self._preparing.is_alive()
@@ -271,7 +294,8 @@ class MemoryTier:
     def _used_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots)
 
-    def _full(self, nbytes: int, *, waited: bool) -> TierFullError:
+    def full(self, nbytes: int, *, waited: bool = False) -> TierFullError:
+        """The error of a state that there is no room for."""
         held = [slot.id.name for slot in self._slots if slot.id]
         free = self.budget_bytes - self._used_bytes()
         return no_room(self.folder, nbytes, free, self.budget_bytes, held, waited=waited)
@@ -281,15 +305,13 @@ class MemoryTier:
             self._told.add(topic)
             _LOG.warning("rank %d: %s", self.rank, message)
 
-    def _overflow(self, nbytes: int) -> Slot:
-        if self.folder is not None:
-            self._tell(
-                "overflow",
-                f"a state of {nbytes:,} bytes does not fit the memory budget of "
-                f"{self.budget_bytes:,}: it is staged in memory of this process, which a restart "
-                "cannot use",
-            )
-        return self._new_anonymous(nbytes)
+    def _new_nameless(self, nbytes: int) -> Slot | None:
+        """Anonymous memory in place of a full tmpfs, within the budget."""
+        try:
+            return self._new_anonymous(nbytes)
+        except TierError as error:
+            self._tell("nameless", str(error))
+            return None
 
     def _new(self, nbytes: int) -> Slot | None:
         slot = self._files.allocate(nbytes)
@@ -346,7 +368,7 @@ class MemoryTier:
             try:
                 self._files.give_final_name(slot, snapshot_id)
             except TierError as error:
-                if kept or not self._can_overflow:
+                if kept or not self._has_root:
                     raise
                 self._tell(
                     "lost", f"{error}: this snapshot goes to the root without outliving us here"

@@ -13,6 +13,7 @@ from shardstore.errors import CorruptSnapshotError
 from shardstore.format.records import ShardHeader, SnapshotId
 from shardstore.format.shardfile import header_length, is_header_whole, parse_header
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.transfer import Place
 
 _LENGTH_BYTES: Final = 8
 
@@ -113,6 +114,7 @@ class SlotReader:
     """A sealed slot as a ShardReader: hands out views, no copies, and keeps the slot from reuse."""
 
     tier = "memory"
+    is_mapped = True
 
     def __init__(self, slot: Slot, release: Callable[[Slot], None]) -> None:
         """`release` is called with the slot when the reader is left."""
@@ -125,12 +127,17 @@ class SlotReader:
         """Bytes [start, stop) of the mapping itself."""
         return self._slot.view[start:stop]
 
-    def fill(self, file: memoryview, start: int, stop: int, arrived: Callable[[int], None]) -> int:
-        """Copy; see ShardReader."""
-        end = min(stop, self.nbytes)
-        file[start:end] = self._slot.view[start:end]
-        arrived(end)
-        return end
+    def stream(
+        self,
+        start: int,
+        stop: int,
+        place: Place,  # noqa: ARG002 - mapped already
+        arrived: Callable[[memoryview, int], None],
+    ) -> int:
+        """Hand out the mapping itself; see ShardReader."""
+        data = self._slot.view[start:stop]
+        arrived(data, start)
+        return start + len(data)
 
     def __enter__(self) -> SlotReader:
         return self

@@ -12,7 +12,9 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from itertools import islice
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Final, TypeAlias
 
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps
 
@@ -20,6 +22,7 @@ PAGE_BYTES: Final = 4096
 """Alignment that direct transfers are cut to: offset, length, and (a slot's) memory."""
 _WINDOW_CHUNKS: Final = 8
 _NUM_READS_AHEAD: Final = 2
+MAX_PLACES: Final = _NUM_READS_AHEAD + 1
 
 
 class PacedWriter:
@@ -73,24 +76,28 @@ class PacedWriter:
             self._ops.drop_written(self._fd, *self._window.popleft())
 
 
+Place: TypeAlias = Callable[[int, int], memoryview]
+"""Where the bytes of file offsets [start, stop) shall go: page-aligned memory if they are."""
+
+
 def read_ahead(
     ops: FileOps,
     fd: int,
-    file: memoryview,
     start: int,
     stop: int,
-    arrived: Callable[[int], None],
+    place: Place,
+    arrived: Callable[[memoryview, int], None],
 ) -> int:
-    """Fill `file[start:stop]` from the same offsets of `fd`, reading ahead while `arrived` works.
+    """Read [start, stop) of a file in chunks, two chunks ahead of `arrived`.
 
     Args:
         ops: System calls.
         fd: Open for reading; its O_DIRECT flag is changed meanwhile.
-        file: Page-aligned memory as long as the file. Bytes up to a page around the range may be
-            filled as well.
         start: First byte.
-        stop: End of the range, within `file`.
-        arrived: Called on this thread, again and again, with the offset up to which bytes have come.
+        stop: End of the range, within the file as far as the caller knows.
+        place: Called on this thread for each chunk, in order. Up to a page around the range is asked
+            for as well. At most `MAX_PLACES` chunks are in use at a time.
+        arrived: Called on this thread, in order, with bytes and their offset.
 
     Returns:
         The end of what there was: less than `stop` if the file is shorter.
@@ -98,45 +105,71 @@ def read_ahead(
     position = start
     if ops.bypass_cache(fd, True):
         first = start // PAGE_BYTES * PAGE_BYTES
-        last = min(-(-stop // PAGE_BYTES), len(file) // PAGE_BYTES) * PAGE_BYTES
+        last = stop // PAGE_BYTES * PAGE_BYTES
         try:
-            for end in _in_order(ops, fd, file, first, last):
-                if min(end, stop) > position:
-                    position = min(end, stop)
-                    arrived(position)
+            for begin, data in _in_order(ops, fd, first, last, place):
+                fresh = data[position - begin :]
+                if len(fresh):
+                    arrived(fresh, position)
+                    position += len(fresh)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         finally:
             ops.bypass_cache(fd, False)
-    for end in _in_order(ops, fd, file, position, stop):
-        if end > position:
-            ops.drop_written(fd, position, end - position)
-            position = end
-            arrived(position)
+    for begin, data in _in_order(ops, fd, position, stop, place):
+        ops.drop_written(fd, begin, len(data))
+        if len(data):
+            arrived(data, begin)
+            position = begin + len(data)
     return position
 
 
-def _in_order(ops: FileOps, fd: int, file: memoryview, start: int, stop: int) -> Iterator[int]:
-    """Read [start, stop), some chunks ahead on threads; yields each end, and stops after a short one."""
+def _in_order(
+    ops: FileOps, fd: int, start: int, stop: int, place: Place
+) -> Iterator[tuple[int, memoryview]]:
+    """Read [start, stop), some chunks ahead on threads; yields in order, and stops after a short one."""
+    begins = range(start, stop, CHUNK_BYTES)
 
-    def read(begin: int) -> int:
-        return ops.read_at(fd, file[begin : min(begin + CHUNK_BYTES, stop)], begin)
+    def read(begin: int, into: memoryview) -> memoryview:
+        return into[: ops.read_at(fd, into, begin)]
 
-    starts = range(start, stop, CHUNK_BYTES)
-    if len(starts) <= 1:
-        for begin in starts:
-            yield begin + read(begin)
+    def room(begin: int) -> memoryview:
+        return place(begin, min(begin + CHUNK_BYTES, stop))
+
+    if len(begins) <= 1:
+        for begin in begins:
+            yield begin, read(begin, room(begin))
         return
     with ThreadPoolExecutor(_NUM_READS_AHEAD, thread_name_prefix="shardstore-read") as pool:
-        ahead = deque((begin, pool.submit(read, begin)) for begin in starts[:_NUM_READS_AHEAD])
-        coming = iter(starts[_NUM_READS_AHEAD:])
+        coming = iter(begins)
+        ahead = deque(
+            (begin, pool.submit(read, begin, room(begin)))
+            for begin in islice(coming, _NUM_READS_AHEAD)
+        )
         while ahead:
             begin, future = ahead.popleft()
-            got = future.result()
+            data = future.result()
             following = next(coming, None)
             if following is not None:
-                ahead.append((following, pool.submit(read, following)))
-            yield begin + got
-            if got < min(CHUNK_BYTES, stop - begin):
+                ahead.append((following, pool.submit(read, following, room(following))))
+            yield begin, data
+            if len(data) < min(CHUNK_BYTES, stop - begin):
                 break
+
+
+class Ring:
+    """A little memory that whole files pass through: as many places as are in use at a time."""
+
+    def __init__(self) -> None:
+        """Reserve nothing before the first use."""
+        self._buffers = [
+            memoryview(mmap(-1, CHUNK_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+            for _ in range(MAX_PLACES)
+        ]
+        self._turn = 0
+
+    def place(self, start: int, stop: int) -> memoryview:
+        """See `read_ahead`."""
+        self._turn = (self._turn + 1) % MAX_PLACES
+        return self._buffers[self._turn][: stop - start]

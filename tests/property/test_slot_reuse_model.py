@@ -11,6 +11,7 @@ import gc
 import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -150,7 +151,7 @@ class Life:
         for rank in world.ranks:
             memory = MemoryTier(
                 world.folder, rank=rank, owner=self.nonce, budget_bytes=world.num_slots * nbytes,
-                can_overflow=world.has_root, ops=world.ops,
+                has_root=world.has_root, ops=world.ops,
             )  # fmt: skip
             coordinator = SimpleNamespace(rank=rank, world_size=world.world_size)
             session = Session(
@@ -202,9 +203,9 @@ class Life:
             file = _shard(snapshot_id, rank, self.world.world_size)
             slot = None
             while slot is None:
-                try:
-                    slot = memory.reserve(len(file.data), timeout_s=0.0)
-                except TierFullError:
+                with suppress(TierFullError):
+                    slot = memory.reserve(len(file.data), kept=False, timeout_s=0.0)
+                if slot is None:
                     yield None
             start = file.layout.data_start
             middle = start + _ELEMENTS // 2

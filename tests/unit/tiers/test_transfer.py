@@ -12,9 +12,22 @@ from pathlib import Path
 import pytest
 
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps
-from shardstore.tiers.transfer import PacedWriter, read_ahead
+from shardstore.tiers.transfer import PacedWriter, Ring, read_ahead
 
 SIZES = (0, 1, 511, 4096, 4097, CHUNK_BYTES, 2 * CHUNK_BYTES + 4096 + 17)
+
+
+class Taken:
+    """What has arrived, checked to be without holes."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray()
+        self.end: int | None = None
+
+    def take(self, data: memoryview, offset: int) -> None:
+        assert self.end in (None, offset)
+        self.bytes += data
+        self.end = offset + len(data)
 
 
 class Recording(FileOps):
@@ -89,12 +102,24 @@ def test_what_is_written_is_the_file_and_reads_back(
         assert ops.direct_bytes == nbytes // 4096 * 4096
 
     for start, stop in ((0, nbytes), (nbytes // 3, nbytes), (nbytes // 3, nbytes // 2)):
-        into = memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
-        ends: list[int] = []
-        assert read_ahead(ops, fd, into, start, stop, ends.append) == stop
-        assert into[start:stop] == memory[start:stop]
-        assert ends == sorted(set(ends))
-        assert stop == start or ends[-1] == stop
+        whole = memoryview(mmap.mmap(-1, max(1, nbytes)))
+        taken = Taken()
+        assert (
+            read_ahead(
+                ops,
+                fd,
+                start,
+                stop,
+                lambda a, b: whole[a:b],  # noqa: B023
+                taken.take,
+            )
+            == stop
+        )
+        assert whole[start:stop] == memory[start:stop]
+        assert taken.bytes == memory[start:stop]
+        passing = Taken()
+        assert read_ahead(ops, fd, start, stop, Ring().place, passing.take) == stop
+        assert passing.bytes == memory[start:stop]
     assert os.read(fd, 1) == memory[:nbytes][:1], "the descriptor reads anything again"
     os.close(fd)
 
@@ -105,11 +130,9 @@ def test_a_file_that_is_shorter_than_it_should_be_says_where_it_ends(
     path = disk_folder / "file"
     path.write_bytes(memory[: CHUNK_BYTES + 5000])
     fd = os.open(path, os.O_RDONLY)
-    nbytes = max(SIZES)
-    into = memoryview(mmap.mmap(-1, nbytes))
-    ends: list[int] = []
-    assert read_ahead(ops, fd, into, 100, nbytes, ends.append) == CHUNK_BYTES + 5000
-    assert ends[-1] == CHUNK_BYTES + 5000
+    taken = Taken()
+    assert read_ahead(ops, fd, 100, max(SIZES), Ring().place, taken.take) == CHUNK_BYTES + 5000
+    assert taken.bytes == memory[100 : CHUNK_BYTES + 5000]
     os.close(fd)
 
 
@@ -119,13 +142,12 @@ def test_what_the_consumer_raises_ends_the_reading(
     path = disk_folder / "file"
     path.write_bytes(memory)
     fd = os.open(path, os.O_RDONLY)
-    into = memoryview(mmap.mmap(-1, max(SIZES)))
 
-    def refuse(end: int) -> None:
-        raise ValueError(f"bad bytes before {end}")
+    def refuse(data: memoryview, offset: int) -> None:
+        raise ValueError(f"{len(data)} bad bytes at {offset}")
 
     with pytest.raises(ValueError, match="bad bytes"):
-        read_ahead(ops, fd, into, 0, max(SIZES), refuse)
+        read_ahead(ops, fd, 0, max(SIZES), Ring().place, refuse)
     assert os.read(fd, 7) == memory[:7], "the descriptor reads anything again"
     os.close(fd)
 

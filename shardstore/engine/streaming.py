@@ -1,0 +1,104 @@
+"""Save a state that memory has no room for: through two buffers, straight into the root's file.
+
+The copy of live state goes as fast as the root takes it, and `save` returns when all bytes are on their
+way to the device; what is left for the background is to make them durable and to commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Final
+
+import msgspec
+import torch
+
+from shardstore.engine.session import Session
+from shardstore.engine.spans import SpanDigests
+from shardstore.format.records import ShardHeader, SnapshotId, TensorPiece
+from shardstore.format.shardfile import ShardLayout, encode_header
+from shardstore.state.flatten import FlatState
+from shardstore.state.portions import PortionReader
+from shardstore.tiers.base import ShardWriter
+
+BUFFER_BYTES: Final = 64 << 20
+_NUM_BUFFERS: Final = 2
+
+
+class Streamed(msgspec.Struct, frozen=True):
+    """A shard that is in its file on the root, under a temp name, whole but not durable yet."""
+
+    header: ShardHeader
+    """With all digests."""
+    data: bytes
+    """The header as it is in the file."""
+    writer: ShardWriter
+
+
+class Streamer:
+    """Owns the buffers, which it keeps. Belongs to the thread that saves."""
+
+    def __init__(self, session: Session) -> None:
+        """Reserve nothing before the first use."""
+        self._session = session
+        self._buffers: list[memoryview] = []
+
+    def stream(
+        self, flat: FlatState, header: ShardHeader, layout: ShardLayout, snapshot_id: SnapshotId
+    ) -> Streamed:
+        """Write this rank's file; live state may change once this returns.
+
+        Raises:
+            TierError: The root cannot be written to; nothing is left of the file then.
+        """
+        session = self._session
+        assert session.catalog is not None
+        writer = session.catalog.tier.create_shard(snapshot_id, session.rank, layout.nbytes)
+        try:
+            pieces = self._write_data(flat, layout, writer)
+            header = msgspec.structs.replace(header, run=snapshot_id.run, pieces=pieces)
+            data = encode_header(header, layout)
+            writer.write(memoryview(data), 0)
+        except BaseException:
+            writer.discard()
+            raise
+        return Streamed(header, data, writer)
+
+    def _write_data(
+        self, flat: FlatState, layout: ShardLayout, writer: ShardWriter
+    ) -> tuple[TensorPiece, ...]:
+        pieces = list(flat.pieces)
+
+        def finished(row: int, digest: str) -> None:
+            pieces[row] = msgspec.structs.replace(pieces[row], digest=digest)
+
+        progress = self._session.coordinator.progress
+        owners = [row for row, piece in enumerate(pieces) if piece.key]
+        digests = SpanDigests(layout.spans, owners, finished, progress)
+        reader = PortionReader(flat, layout)
+        turns = itertools.cycle(self._reserved())
+        written: Future[None] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="shardstore-stream") as pool:
+            for start in range(layout.data_start, layout.nbytes, BUFFER_BYTES):
+                stop = min(start + BUFFER_BYTES, layout.nbytes)
+                part = next(turns)[: stop - start]
+                reader.copy(start, stop, torch.frombuffer(part, dtype=torch.uint8))
+                digests.feed(part, start)
+                if written is not None:
+                    written.result()  # the buffer that is filled next
+                written = pool.submit(self._write, writer, part, start)
+            if written is not None:
+                written.result()
+        digests.finish()
+        return tuple(pieces)
+
+    def _write(self, writer: ShardWriter, part: memoryview, start: int) -> None:
+        writer.write(part, start)
+        self._session.coordinator.progress(len(part))
+
+    def _reserved(self) -> list[memoryview]:
+        while len(self._buffers) < _NUM_BUFFERS:
+            pages = mmap(-1, BUFFER_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+            self._buffers.append(memoryview(pages))
+        return self._buffers
