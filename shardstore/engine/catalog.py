@@ -12,10 +12,12 @@ import msgspec
 
 from shardstore.errors import CorruptSnapshotError, FormatError, ShardStoreError, TierError
 from shardstore.format.manifest import (
+    Register,
     build_manifest,
     check_tables,
     decode_manifest,
     encode_manifest,
+    read_register,
     shard_file_name,
 )
 from shardstore.format.records import FORMAT_VERSION, Manifest, ShardHeader, SnapshotId
@@ -73,10 +75,13 @@ class Catalog:
         return sorted(self.tier.list_ids(), key=lambda i: i.order)
 
     def entry(self, snapshot_id: SnapshotId) -> RootEntry:
-        """Read one register."""
+        """Read one register whole."""
         data = self.tier.read_manifest(snapshot_id)
         if data is None:
             return RootEntry(snapshot_id, "torn")
+        return self._judge(snapshot_id, data)
+
+    def _judge(self, snapshot_id: SnapshotId, data: bytes) -> RootEntry:
         source = f"{self.tier.name}: {self.tier.location}/{snapshot_id.name}/manifest.json"
         try:
             manifest = decode_manifest(data, source=source, expect=snapshot_id)
@@ -86,14 +91,25 @@ class Catalog:
             return RootEntry(snapshot_id, "aborted", manifest)
         return RootEntry(snapshot_id, "committed", manifest)
 
-    def committed(self) -> list[Manifest]:
-        """Manifests of all committed snapshots, oldest first.
+    def state(self, snapshot_id: SnapshotId) -> State:
+        """State of one register, whatever the size of its tables."""
+        register = self._register(snapshot_id)
+        return register if isinstance(register, str) else register.state
+
+    def _register(self, snapshot_id: SnapshotId) -> Register | State:
+        data = self.tier.read_manifest(snapshot_id)
+        if data is None:
+            return "torn"
+        return read_register(data, expect=snapshot_id) or self._judge(snapshot_id, data).state
+
+    def committed(self) -> list[Register]:
+        """Registers of all committed snapshots, oldest first.
 
         Passed over are those with a damaged manifest or without a file for every rank.
         """
-        found = (self.entry(snapshot_id) for snapshot_id in self.ids())
-        manifests = [e.manifest for e in found if e.state == "committed" and e.manifest is not None]
-        return [m for m in manifests if {*range(m.world_size)} <= {*self.tier.list_ranks(m.id)}]
+        found = (self._register(snapshot_id) for snapshot_id in self.ids())
+        registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
+        return [r for r in registers if {*range(r.world_size)} <= {*self.tier.list_ranks(r.id)}]
 
     def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
         """Read and check the header of one shard file.
@@ -131,14 +147,14 @@ class Catalog:
 
     def unlist(self, snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]) -> None:
         """Take a snapshot off the list, by one atomic replacement; its bytes are still there."""
-        if self.entry(snapshot_id).state != "aborted":
+        if self.state(snapshot_id) != "aborted":
             record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
             self.tier.replace_manifest(snapshot_id, encode_manifest(record))
 
     def remove_aborted(self) -> None:
         """Remove the bytes of what is off the list; a failure is told and tried next time."""
         for snapshot_id in self.ids():
-            if self.entry(snapshot_id).state == "aborted":
+            if self.state(snapshot_id) == "aborted":
                 self.try_remove(snapshot_id)
 
     def try_remove(self, snapshot_id: SnapshotId) -> None:
@@ -183,18 +199,18 @@ class Catalog:
 
         Only what is newer than the newest committed one, judged by the headers, synced again first.
         """
-        entries = [self.entry(snapshot_id) for snapshot_id in self.ids()]
-        newest = max((e.id.order for e in entries if e.state == "committed"), default=None)
+        states = {snapshot_id: self.state(snapshot_id) for snapshot_id in self.ids()}
+        newest = max((i.order for i, state in states.items() if state == "committed"), default=None)
         published = []
-        for entry in entries:
-            older_run = entry.id.run < before_run
-            newer = newest is None or entry.id.order > newest
-            if entry.state == "torn" and older_run and newer:
+        for snapshot_id, state in states.items():
+            older_run = snapshot_id.run < before_run
+            newer = newest is None or snapshot_id.order > newest
+            if state == "torn" and older_run and newer:
                 try:
-                    if self._publish_torn(entry.id, writer):
-                        published.append(entry.id)
+                    if self._publish_torn(snapshot_id, writer):
+                        published.append(snapshot_id)
                 except ShardStoreError as error:
-                    _LOG.info("%s stays uncommitted: %s", entry.id, error)
+                    _LOG.info("%s stays uncommitted: %s", snapshot_id, error)
         return published
 
     def _publish_torn(self, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> bool:

@@ -81,7 +81,7 @@ def _find(session: Session, values: list[bytes]) -> _Found:
         if session.catalog is not None:
             on_root = [i for i in session.catalog.ids() if i.step == steps[0]]
             listed = ("committed", "damaged")
-            wanted |= {i for i in on_root if session.catalog.entry(i).state in listed}
+            wanted |= {i for i in on_root if session.catalog.state(i) in listed}
     except (ShardStoreError, OSError) as error:
         return _Found(failure=failure_of(error, 0))
     return _Found(tuple(sorted(wanted, key=lambda i: i.order)))
@@ -98,7 +98,7 @@ def _remove(session: Session, ids: tuple[SnapshotId, ...]) -> _Found:
             for snapshot_id in ids:
                 if snapshot_id not in there:
                     continue
-                if catalog.entry(snapshot_id).state == "torn":
+                if catalog.state(snapshot_id) == "torn":
                     catalog.abort(snapshot_id, reason=_REASON, writer=session.writer)
                 catalog.unlist(snapshot_id, reason=_REASON, writer=session.writer)
                 catalog.try_remove(snapshot_id)

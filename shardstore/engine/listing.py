@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from shardstore.engine.catalog import Catalog
-from shardstore.format.records import Manifest
+from shardstore.format.manifest import Register
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 
@@ -71,7 +71,7 @@ def resolve_name(name: str | None, root: str | None) -> str | None:
     return safe
 
 
-def info_of(manifest: Manifest, tiers: tuple[str, ...]) -> SnapshotInfo:
+def info_of(manifest: Register, tiers: tuple[str, ...]) -> SnapshotInfo:
     """Describe a committed snapshot."""
     return SnapshotInfo(
         step=manifest.step,
@@ -93,7 +93,7 @@ def list_session(session: Session) -> list[SnapshotInfo]:
         on_root = set(session.catalog.ids())
         for snapshot_id in on_root & found.keys():
             # What a restore would pass over is not listed, whole as the memory copy may be.
-            if session.catalog.entry(snapshot_id).state in ("aborted", "damaged"):
+            if session.catalog.state(snapshot_id) in ("aborted", "damaged"):
                 del found[snapshot_id]
         for manifest in session.catalog.committed():
             tiers = ("memory", "root") if manifest.id in found else ("root",)

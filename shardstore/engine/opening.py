@@ -203,7 +203,7 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
         header = adopted.headers[slot.id][0]
         session.adopted_world_sizes[slot.id] = header.world_size
         is_newest = slot.id == agreement.newest
-        on_root = catalog.entry(slot.id).state if catalog is not None else "torn"
+        on_root = catalog.state(slot.id) if catalog is not None else "torn"
         committed = on_root == "committed"
         if on_root == "aborted":
             # Retired now: once the register is gone, a later start would take the copy for whole.

@@ -10,7 +10,7 @@ import msgspec
 from shardstore.engine.ranks import meshes_in_group
 from shardstore.engine.session import Session
 from shardstore.errors import UnsupportedStateError
-from shardstore.format.records import FORMAT_VERSION, ShardHeader
+from shardstore.format.records import FORMAT_VERSION, Mesh, ShardHeader
 from shardstore.format.shardfile import ShardLayout, header_nbytes, plan_layout, table_digest
 from shardstore.state.flatten import FlatState
 
@@ -18,46 +18,72 @@ _WIDEST_RUN: Final = 0xFFFFFFFF
 _MAX_STEP: Final = 10**18
 
 
-def plan_shard(
-    session: Session,
-    flat: FlatState,
-    *,
-    step: int,
-    count: int,
-    persist: bool,
-    created: float,
-    metadata: object,
-    room: int,
-) -> tuple[ShardHeader, ShardLayout]:
-    """Lay out this rank's file. The run number and the digests come later; their width is planned.
+class ShardPlanner:
+    """Lays out this rank's files. What depends on the tensors only is planned once per structure."""
 
-    Args:
-        session: This rank's session.
-        flat: What is to be stored.
-        step: Step, checked.
-        count: Save count.
-        persist: Whether it goes beyond memory.
-        created: Seconds since the epoch.
-        metadata: JSON value, checked.
-        room: `data_start` of the previous file: kept if the new header fits, so that slots are reused.
-    """
-    meshes = meshes_in_group(flat.meshes, session.coordinator.group_ranks)
-    header = plan_header(
-        flat,
-        rank=session.rank,
-        world_size=session.world_size,
-        step=step,
-        count=count,
-        persist=persist,
-        created=created,
-        metadata=metadata,
-        nonce=session.nonce,
-        host=session.host,
-        writer=session.writer,
-    )
-    header = msgspec.structs.replace(header, meshes=meshes)
-    layout = plan_layout(flat.table, flat.pieces, header_nbytes(header), room)
-    return header, layout
+    def __init__(self, session: Session) -> None:
+        """Nothing is planned yet."""
+        self._session = session
+        self._table: object = None
+        self._pieces: object = None
+        self._table_digest = ""
+        self._meshes: tuple[Mesh, ...] = ()
+        self._tensors_nbytes = 0
+        self._layout: ShardLayout | None = None
+
+    def plan(
+        self,
+        flat: FlatState,
+        *,
+        step: int = 0,
+        count: int = 0,
+        persist: bool = False,
+        created: float = 0.0,
+        metadata: object = None,
+    ) -> tuple[ShardHeader, ShardLayout]:
+        """Lay out one file. The run number and the digests come later; their width is planned.
+
+        The room for the header is kept from file to file while it suffices, so that slots are reused;
+        an unchanged structure gives the same layout object.
+
+        Args:
+            flat: What is to be stored.
+            step: Step, checked.
+            count: Save count.
+            persist: Whether it goes beyond memory.
+            created: Seconds since the epoch.
+            metadata: JSON value, checked.
+        """
+        session = self._session
+        is_known = flat.table is self._table and flat.pieces is self._pieces
+        if not is_known:
+            self._table_digest = table_digest(flat.table)
+            self._meshes = meshes_in_group(flat.meshes, session.coordinator.group_ranks)
+        header = plan_header(
+            flat,
+            rank=session.rank,
+            world_size=session.world_size,
+            step=step,
+            count=count,
+            persist=persist,
+            created=created,
+            metadata=metadata,
+            nonce=session.nonce,
+            host=session.host,
+            writer=session.writer,
+            digest=self._table_digest,
+        )
+        header = msgspec.structs.replace(header, meshes=self._meshes)
+        rest_nbytes = header_nbytes(msgspec.structs.replace(header, table=(), pieces=()))
+        if not is_known:
+            # Escaped or not, the text of a record is as long as the texts of its parts.
+            self._tensors_nbytes = header_nbytes(header) - rest_nbytes
+            self._table, self._pieces = flat.table, flat.pieces
+        nbytes = rest_nbytes + self._tensors_nbytes
+        room = self._layout.data_start if self._layout is not None else 0
+        if not is_known or self._layout is None or 8 + nbytes > room:
+            self._layout = plan_layout(flat.table, flat.pieces, nbytes, room)
+        return header, self._layout
 
 
 def plan_header(
@@ -73,6 +99,7 @@ def plan_header(
     nonce: str = "00000000",
     host: str = "",
     writer: dict[str, str] | None = None,
+    digest: str | None = None,
 ) -> ShardHeader:
     """Describe `flat` as a shard file; the run has its widest number, digests are still empty."""
     return ShardHeader(
@@ -89,7 +116,7 @@ def plan_header(
         meshes=flat.meshes,
         coordinates=flat.coordinates,
         table=flat.table,
-        table_digest=table_digest(flat.table),
+        table_digest=digest or table_digest(flat.table),
         pieces=flat.pieces,
         leaves=flat.leaves,
         metadata=metadata,

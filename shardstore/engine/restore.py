@@ -33,6 +33,7 @@ from shardstore.errors import (
     UnsupportedStateError,
 )
 from shardstore.state.guards import check_boundary
+from shardstore.state.quiet import without_gc
 
 _NOT_FOUND: Final = (
     "no snapshot was ever committed in {where}{of_step}. Pass required=False to start fresh, or check "
@@ -259,7 +260,8 @@ class Restorer:
     def _load(self, candidate: Candidate) -> Vote:
         session = self._session
         try:
-            self._loaded = load_shard(session, self._state, candidate, self._options)
+            with without_gc():
+                self._loaded = load_shard(session, self._state, candidate, self._options)
         except FormatVersionError as error:
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))

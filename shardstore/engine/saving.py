@@ -366,7 +366,7 @@ class SavePipeline:
             return
         save.spilled.wait(session.timeout_s)
         try:
-            if session.catalog.entry(save.id).state in ("committed", "damaged"):
+            if session.catalog.state(save.id) in ("committed", "damaged"):
                 return  # whatever was told: nothing is taken from under a register
             session.catalog.tier.remove_shard(save.id, session.rank)
             if session.rank == 0:

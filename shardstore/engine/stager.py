@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
+import torch
 
-from shardstore.engine.plan import check_metadata, check_step, plan_shard
+from shardstore.engine.plan import ShardPlanner, check_metadata, check_step
 from shardstore.engine.session import PendingSave, Session, failure_of
 from shardstore.engine.streaming import Streamer
 from shardstore.errors import CoordinationError, TierError, TierFullError
-from shardstore.format.records import SnapshotId
+from shardstore.format.records import SnapshotId, TensorRow
+from shardstore.format.shardfile import ShardLayout
 from shardstore.state.flatten import FlatState, flatten_state
 from shardstore.state.guards import check_boundary
+from shardstore.state.quiet import without_gc
+from shardstore.state.recorder import Memory
 from shardstore.state.staging import stage, views
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class SlotViews:
+    """Typed tensors over a slot, kept with it from save to save."""
+
+    layout: ShardLayout
+    table: tuple[TensorRow, ...]
+    tensors: list[torch.Tensor]
+
+    def fit(self, layout: ShardLayout, flat: FlatState) -> bool:
+        """Whether they are the views of this file; at once where the structure is unchanged."""
+        same = self.layout is layout and self.table is flat.table
+        return same or (self.layout == layout and self.table == flat.table)
 
 
 class Stager:
@@ -44,7 +63,8 @@ class Stager:
         self._number = number
         self._streamer = Streamer(session)
         self._has_told = False
-        self._room = 0
+        self._memory = Memory()
+        self._planner = ShardPlanner(session)
 
     def stage(
         self, save: PendingSave, state: Mapping[str, object], *, step: int, metadata: object
@@ -58,18 +78,16 @@ class Stager:
         save.step = check_step(step)
         save.metadata = check_metadata(metadata)
         check_boundary(state)
-        flat = flatten_state(state, rank=session.rank)
-        save.header, save.layout = plan_shard(
-            session,
-            flat,
-            step=save.step,
-            count=save.count,
-            persist=save.persist,
-            created=save.created,
-            metadata=save.metadata,
-            room=self._room,
-        )
-        self._room = save.layout.data_start
+        with without_gc():
+            flat = flatten_state(state, rank=session.rank, memory=self._memory)
+            save.header, save.layout = self._planner.plan(
+                flat,
+                step=save.step,
+                count=save.count,
+                persist=save.persist,
+                created=save.created,
+                metadata=save.metadata,
+            )
         slot = self._reserve(save, save.layout.nbytes)
         if save.broken is not None:
             return
@@ -78,11 +96,11 @@ class Stager:
             self._stream(save, flat)
             return
         save.slot = slot
-        key = (save.layout, flat.table)
-        if not isinstance(slot.views, tuple) or slot.views[0] != key:
-            tensors = views(slot.view, save.layout, save.header.table, save.header.pieces)
-            slot.views = (key, tensors)
-        stage(flat, slot.views[1])
+        with without_gc():
+            if not isinstance(slot.views, SlotViews) or not slot.views.fit(save.layout, flat):
+                tensors = views(slot.view, save.layout, flat.table, flat.pieces)
+                slot.views = SlotViews(save.layout, flat.table, tensors)
+            stage(flat, slot.views.tensors)
         self._ops.point("staged")
 
     def _reserve(self, save: PendingSave, nbytes: int) -> Slot | None:
@@ -129,17 +147,7 @@ class Stager:
     def warm_up(self, state: Mapping[str, object]) -> None:
         """Get memory for saves of `state` now, and wait for it."""
         session = self._session
-        flat = flatten_state(state, rank=session.rank)
-        _, layout = plan_shard(
-            session,
-            flat,
-            step=0,
-            count=1,
-            persist=True,
-            created=time.time(),
-            metadata=None,
-            room=self._room,
-        )
-        self._room = layout.data_start
+        flat = flatten_state(state, rank=session.rank, memory=self._memory)
+        _, layout = self._planner.plan(flat, count=1, persist=True, created=time.time())
         session.memory.prepare(layout.nbytes, count=2)
         session.memory.wait_prepared(session.timeout_s)

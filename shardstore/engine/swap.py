@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardstore.engine.plan import plan_shard
+from shardstore.engine.plan import ShardPlanner
 from shardstore.engine.ranks import header_in_job
 from shardstore.engine.session import Session
 from shardstore.format.records import ShardHeader
@@ -34,9 +34,7 @@ class PrivateCopy:
         flat = flatten_state(state, rank=session.rank)
         self._header: ShardHeader
         self._layout: ShardLayout
-        self._header, self._layout = plan_shard(
-            session, flat, step=0, count=0, persist=False, created=0.0, metadata=None, room=0
-        )
+        self._header, self._layout = ShardPlanner(session).plan(flat)
         self._slot: Slot = session.memory.scratch(self._layout.nbytes)
         stage(flat, self._views())
 

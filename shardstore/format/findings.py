@@ -17,6 +17,11 @@ MAX_INT: Final = 2**63 - 1
 _FAILED: Final = object()
 
 
+def fields_of(record: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a record by name, as they are."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
 class Findings:
     """Problems of one file: breaches of the format, and signs of damage."""
 
@@ -63,8 +68,7 @@ class Findings:
     def read_record(self, value: object, record: type[msgspec.Struct]) -> dict[str, Any]:
         """Convert the fields of a record, each by itself; those that do not fit are noted and left out."""
         try:
-            whole = msgspec.convert(value, record)
-            return {name: getattr(whole, name) for name in record.__struct_fields__}
+            return fields_of(msgspec.convert(value, record))
         except msgspec.ValidationError:
             return self._read_fields(value, record, "")
 

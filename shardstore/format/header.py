@@ -32,7 +32,7 @@ def header_nbytes(header: ShardHeader) -> int:
     """
     layout = plan_layout(header.table, header.pieces, 0)
     unknown = sum(1 for p in header.pieces if p.key and not p.digest) + (not header.table_digest)
-    return len(_encode_json(header, layout)) + len(BLANK) * unknown
+    return len(encode_json(header, layout)) + len(BLANK) * unknown
 
 
 def encode_header(header: ShardHeader, layout: ShardLayout) -> bytes:
@@ -51,7 +51,7 @@ def encode_header(header: ShardHeader, layout: ShardLayout) -> bytes:
     problems = _find_problems(header, layout)
     if problems:
         raise FormatError(f"cannot encode the header of {header.id}", problems=problems)
-    text = _encode_json(header, layout)
+    text = encode_json(header, layout)
     length = layout.data_start - 8
     if len(text) > length:
         raise FormatError(
@@ -99,7 +99,12 @@ def dcp_sharding_info(
     }
 
 
-def _encode_json(header: ShardHeader, layout: ShardLayout) -> bytes:
+def encode_json(header: ShardHeader, layout: ShardLayout) -> bytes:
+    """Return the JSON of a header, with a blank in place of its own digest.
+
+    Raises:
+        FormatError: Something in it is no JSON.
+    """
     encode = msgspec.json.encode
     data_start = layout.data_start
     entries = {

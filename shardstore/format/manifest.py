@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from shardstore.errors import FormatError
+from shardstore.format.canonical import MANIFEST_OPENING, read_canonical_manifest
 from shardstore.format.checks import (
     check_coordinates,
     check_id,
@@ -21,7 +22,7 @@ from shardstore.format.checks import (
     check_table_meshes,
 )
 from shardstore.format.digests import BLANK, digest_around, is_digest, table_digest
-from shardstore.format.findings import MAX_INT, Findings
+from shardstore.format.findings import MAX_INT, Findings, fields_of
 from shardstore.format.parse import check_version
 from shardstore.format.records import (
     FORMAT_VERSION,
@@ -37,16 +38,17 @@ from shardstore.format.tables import check_tables, find_disagreements
 
 __all__ = [
     "MANIFEST_NAME",
+    "Register",
     "build_manifest",
     "check_tables",
     "decode_manifest",
     "encode_manifest",
+    "read_register",
     "shard_file_name",
 ]
 
 MANIFEST_NAME: Final = "manifest.json"
 
-_OPENING: Final = b'{"digest":"'
 _BROKEN: Final = "the manifest breaks the format"
 
 
@@ -68,8 +70,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         record = msgspec.json.encode(manifest)
     except (UnicodeEncodeError, TypeError) as error:
         raise FormatError(f"cannot encode the manifest of {manifest.id}: {error}") from error
-    data = bytearray(_OPENING + BLANK + b'",' + record[1:] + b"\n")
-    at = len(_OPENING)
+    data = bytearray(MANIFEST_OPENING + BLANK + b'",' + record[1:] + b"\n")
+    at = len(MANIFEST_OPENING)
     data[at : at + len(BLANK)] = digest_around(data, at).encode()
     return bytes(data)
 
@@ -88,22 +90,75 @@ def decode_manifest(data: bytes, *, source: str, expect: SnapshotId | None) -> M
         FormatError: Anything else; all problems listed.
     """
     findings = Findings(source)
-    if not data.startswith(_OPENING):
+    if not data.startswith(MANIFEST_OPENING):
         findings.add("it does not begin as a manifest does")
     else:
-        at = len(_OPENING)
+        at = len(MANIFEST_OPENING)
         digest = digest_around(data, at)
         stored = data[at : at + len(BLANK)]
         if stored != digest.encode():
             shown = quote(stored.decode("ascii", "replace"))
             findings.damage.append(f"manifest digest is {digest}, stored is {shown}")
-    record = findings.read_object(data, "manifest")
-    record.pop("digest", None)
-    check_version(record, findings)
-    fields = findings.read_record(record, Manifest)
+    manifest = None if findings.damage else read_canonical_manifest(data)
+    if manifest is not None:
+        fields = fields_of(manifest)
+    else:
+        record = findings.read_object(data, "manifest")
+        record.pop("digest", None)
+        check_version(record, findings)
+        fields = findings.read_record(record, Manifest)
     _check_fields(fields, expect, findings)
     findings.raise_any(_BROKEN)
-    return Manifest(**fields)
+    return manifest or Manifest(**fields)
+
+
+class _ShardSize(msgspec.Struct, frozen=True):
+    nbytes: int
+
+
+class Register(msgspec.Struct, frozen=True):
+    """What a listing needs of a manifest: all but topology, tables and files."""
+
+    format: int
+    state: Literal["committed", "aborted"]
+    step: int
+    run: int
+    count: int
+    nonce: str
+    created: float
+    world_size: int
+    shards: tuple[_ShardSize, ...]
+    metadata: object
+
+    @property
+    def id(self) -> SnapshotId:
+        """Identity of the snapshot."""
+        return SnapshotId(self.step, self.run, self.count, self.nonce)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def read_register(data: bytes, *, expect: SnapshotId) -> Register | None:
+    """Read an undamaged manifest of this version without its tables, which may be large.
+
+    Returns:
+        None if `decode_manifest` has to judge: the digest, the version or the id are not as they should.
+    """
+    at = len(MANIFEST_OPENING)
+    if not data.startswith(MANIFEST_OPENING):
+        return None
+    if data[at : at + len(BLANK)] != digest_around(data, at).encode():
+        return None
+    try:
+        register = msgspec.json.decode(data, type=Register)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    whole = len(register.shards) == register.world_size or register.state == "aborted"
+    is_ours = register.format == FORMAT_VERSION and register.id == expect
+    return register if whole and is_ours else None
 
 
 def build_manifest(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardstore.errors import FormatVersionError
+from shardstore.format.canonical import read_canonical_header
 from shardstore.format.checks import (
     check_coordinates,
     check_id,
@@ -17,7 +18,7 @@ from shardstore.format.checks import (
 )
 from shardstore.format.digests import Buffer, digest_around, table_digest
 from shardstore.format.dtypes import DTYPES
-from shardstore.format.findings import Findings
+from shardstore.format.findings import Findings, fields_of
 from shardstore.format.header import DCP_VERSION, DIGEST_AT, OPENING, dcp_sharding_info
 from shardstore.format.layout import ALIGNMENT, ShardLayout, stored_shape
 from shardstore.format.records import (
@@ -71,6 +72,13 @@ def parse_header(prefix: Buffer, file_nbytes: int, *, source: str) -> ParsedShar
             findings.damage.append(
                 f"header digest is {digest}, stored is {quote(embedded.decode('ascii', 'replace'))}"
             )
+    if digest and not findings.damage:
+        canonical = read_canonical_header(text, data_start, file_nbytes)
+        if canonical is not None and data_start % ALIGNMENT == 0:
+            header, layout = canonical
+            _check_fields(fields_of(header), findings)
+            findings.raise_any(_BROKEN)
+            return ParsedShard(header, layout, digest)
     outer = findings.read_object(text, "header")
     if not digest:
         findings.add("the header does not begin as a shardstore file does")

@@ -36,6 +36,22 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return waited(tensor.to_local())
 
 
+def peek_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank, without asking whether it may be stored.
+
+    A DTensor's own attribute where there is one: `to_local` makes a new tensor at each call.
+    """
+    if type(tensor) is DTensor:
+        local = getattr(tensor, "_local_tensor", None)
+        return local if isinstance(local, torch.Tensor) else local_of(tensor)
+    return tensor
+
+
+def peek_spec(tensor: torch.Tensor) -> object:
+    """The object that says how a DTensor lies on its mesh; None for plain tensors."""
+    return getattr(tensor, "_spec", None) if type(tensor) is DTensor else None
+
+
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or the result of an asynchronous collective, waited for."""
     if type(tensor) is AsyncCollectiveTensor:

@@ -15,7 +15,6 @@ from torch import nn
 
 from shardstore.format.records import Mesh, TensorPiece, TensorRow
 from shardstore.state import optimizer as optimizers
-from shardstore.state.collect import Collector
 from shardstore.state.dtensor import is_dtensor
 from shardstore.state.kinds import (
     CONTAINERS,
@@ -28,6 +27,7 @@ from shardstore.state.kinds import (
     refuse_unsupported,
 )
 from shardstore.state.leaves import MAX_DEPTH, SCALAR_TYPES, encode_leaf, is_leaf
+from shardstore.state.recorder import Memory, Recorder
 from shardstore.state.survey import Survey, survey_state
 from shardstore.state.tensors import refuse
 
@@ -40,7 +40,7 @@ class FlatState:
     pieces: tuple[TensorPiece, ...]
     """Parallel to `table`, digests empty."""
     tensors: tuple[torch.Tensor, ...]
-    """Parallel to `table`: this rank's local tensors, detached, aliasing live memory until staged."""
+    """Parallel to `table`: this rank's local tensors, the live memory itself. Read under no_grad."""
     meshes: tuple[Mesh, ...]
     coordinates: tuple[tuple[int, ...] | None, ...]
     leaves: object
@@ -53,14 +53,16 @@ class FlatState:
 class Walk:
     """What one walk over a live state carries."""
 
-    collector: Collector
+    collector: Recorder
     survey: Survey
     uncovered: list[str] = field(default_factory=list)
     above: set[int] = field(default_factory=set)
     """Ids of the containers around the current value."""
 
 
-def flatten_state(state: Mapping[str, object], *, rank: int) -> FlatState:
+def flatten_state(
+    state: Mapping[str, object], *, rank: int, memory: Memory | None = None
+) -> FlatState:
     """List everything in a state without copying tensors. Local to this rank.
 
     Runs the `state_dict()` of objects that have one and reshards FSDP2 modules left gathered.
@@ -69,21 +71,23 @@ def flatten_state(state: Mapping[str, object], *, rank: int) -> FlatState:
         state: Names to modules, optimizers, objects with state_dict and load_state_dict, tensors,
             leaves, and containers of these.
         rank: Global rank: makes names of rank-private tensors unique.
+        memory: Of the last call for such a state: an unchanged structure gives the same `table` and
+            `pieces` objects again, fast.
 
     Raises:
         UnsupportedStateError: naming what cannot be stored, and what to do instead.
     """
     entries = check_state(state)
-    walk = Walk(Collector(rank), survey_state(entries))
+    walk = Walk(Recorder(), survey_state(entries))
     with torch.no_grad():
         leaves = {name: encode(walk, (name,), value) for name, value in entries.items()}
-    collector = walk.collector
+        described, tensors = (memory or Memory()).describe(walk.collector, rank)
     return FlatState(
-        table=tuple(collector.rows),
-        pieces=tuple(collector.pieces),
-        tensors=tuple(collector.tensors),
-        meshes=tuple(collector.meshes),
-        coordinates=tuple(collector.coordinates),
+        table=described.table,
+        pieces=described.pieces,
+        tensors=tuple(tensors),
+        meshes=described.meshes,
+        coordinates=described.coordinates,
         leaves=leaves,
         uncovered=tuple(walk.uncovered),
     )
@@ -136,7 +140,7 @@ def _tree_encoder(walk: Walk, *, private: bool) -> optimizers.TreeEncoder:
 
 def _encode_module(walk: Walk, path: tuple[str, ...], module: nn.Module) -> object:
     contents = walk.survey.read(module, path)
-    first = len(walk.collector.rows)
+    first = len(walk.collector)
     add = walk.collector.add
     for fqn, tensor in contents.tensors.items():
         add((*path, fqn), tensor)

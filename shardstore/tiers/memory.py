@@ -176,7 +176,10 @@ class MemoryTier:
                     slot.state = "staging"
                     slot.users = 0
                     return slot
-                if not (self._on_the_way_out() or self._is_preparing()):
+                if self._is_preparing():  # the room is there, and its pages soon will be
+                    self._changed.wait(1.0)
+                    continue
+                if not self._on_the_way_out():
                     return None
                 left = deadline - time.monotonic()
                 if left <= 0:
