@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from shardstore.engine.catalog import Catalog
 from shardstore.engine.commit import (
     Outcome,
     agree_complete,
@@ -33,6 +32,7 @@ from shardstore.engine.session import (
     Session,
     failure_of,
 )
+from shardstore.engine.spill import write_shard
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
@@ -96,24 +96,27 @@ class SavePipeline:
             except Exception as error:  # noqa: BLE001 - who asked for it raises it
                 save.number.set_exception(error)
             return
+        is_spilling = False
         try:
             run = self._run.ensure(save.count)
             if (failure := save.raised or save.broken) is not None:
                 self._propose_failure(save, failure)
                 return
             save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
+            is_spilling = self._spiller.submit(save)  # writes while the digests are taken
             self._build(save)
+            save.is_sealed = True
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
             if save.streamed is not None:
                 save.streamed.writer.discard()
-                save.streamed = None
             self._report(save, error)
         finally:
             save.sealed.set()
             self._completer.submit(save)
-            self._spiller.submit(save)
+            if not is_spilling:
+                save.spilled.set()
         if save.layout is not None:
             self._session.memory.prepare(save.layout.nbytes)
 
@@ -175,32 +178,17 @@ class SavePipeline:
     def _spill(self, save: PendingSave) -> None:
         session = self._session
         try:
-            if session.catalog is None or not save.persist or save.id is None:
+            if session.catalog is None or not save.persist:
                 return
-            if save.streamed is not None:
-                self._ops.point("spill")
-                save.streamed.writer.publish()
-            elif not self._copy_to_root(session.catalog, save.id):
-                return  # the save failed meanwhile
+            self._ops.point("spill")
+            if not write_shard(session, session.catalog, save):
+                return
             self._ops.point("post durable")
             session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             self._report(save, error)
         finally:
             save.spilled.set()
-
-    def _copy_to_root(self, catalog: Catalog, snapshot_id: SnapshotId) -> bool:
-        reader = self._session.memory.open_shard(snapshot_id)
-        if reader is None:
-            return False
-        with reader:
-            self._ops.point("spill")
-            data = reader.read(0, reader.nbytes)
-            catalog.tier.put(
-                snapshot_id, self._session.rank, data, self._session.coordinator.progress
-            )
-            data.release()
-        return True
 
     # ---------------------------------------------------------------- complete
 

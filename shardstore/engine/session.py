@@ -81,6 +81,8 @@ class PendingSave:
     """Why this save ends here, though `save` raised nothing: like a failure in the background."""
     shards: dict[int, SealedShard] | None = None
     """All ranks' headers, on rank 0, once all have sealed."""
+    is_sealed: bool = False
+    """This rank's part is sealed and posted; settled once `sealed` is set."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
     staged: Future[None] = field(default_factory=Future)

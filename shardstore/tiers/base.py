@@ -6,7 +6,7 @@ A tier holds shard files, the same bytes in each, under (snapshot id, rank).
    process that dies at any instruction leaves either nothing under that name or the whole file.
 2. **Written once.** Nothing is ever written into a file that carries a final name, and a name is never
    given to a second content: every attempt has a new id.
-3. **Durable when `put` returns** (disk, root): file, folder and parent folder were synced.
+3. **Durable when `publish` returns** (disk, root): file, folder and parent folder were synced.
 4. **The manifest is a register** (root): created exclusively, as `committed` or `aborted`; an answer
    that is in doubt is settled by reading it back. `committed` may be replaced by `aborted`, never the
    other way.
@@ -96,16 +96,6 @@ class RootTier(Protocol):
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
-        ...
-
-    def put(
-        self,
-        snapshot_id: SnapshotId,
-        rank: int,
-        data: memoryview,
-        progress: Callable[[int], None],
-    ) -> None:
-        """Store one shard durably; `progress` gets the bytes of each step."""
         ...
 
     def create_shard(self, snapshot_id: SnapshotId, rank: int, nbytes: int) -> ShardWriter:

@@ -6,14 +6,14 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from shardstore.errors import TierError
 from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
-from shardstore.tiers.fileops import CHUNK_BYTES, FileOps, translated
+from shardstore.tiers.fileops import FileOps, translated
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
@@ -55,24 +55,6 @@ class DiskTier:
         return sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name)))
 
     # ------------------------------------------------------------------ shards
-
-    def put(
-        self,
-        snapshot_id: SnapshotId,
-        rank: int,
-        data: memoryview,
-        progress: Callable[[int], None],
-    ) -> None:
-        """Write one shard durably. If this dies half way, only a temp name is left."""
-        writer = self.create_shard(snapshot_id, rank, len(data))
-        try:
-            for start in range(0, len(data), CHUNK_BYTES):
-                writer.write(data[start : start + CHUNK_BYTES], start)
-                progress(min(CHUNK_BYTES, len(data) - start))
-            writer.publish()
-        except BaseException:
-            writer.discard()
-            raise
 
     def create_shard(self, snapshot_id: SnapshotId, rank: int, nbytes: int) -> DiskWriter:
         """Reserve the space of one shard under a temp name."""

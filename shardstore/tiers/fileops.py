@@ -14,7 +14,10 @@ from typing import Final, NoReturn
 from shardstore.errors import TierError, TierFullError
 
 CHUNK_BYTES: Final = 16 << 20
-"""Bytes per read or write call: large enough to stream, small enough to report progress."""
+"""Bytes per read: large enough to stream, small enough to work on them while further ones come."""
+
+WRITE_BYTES: Final = 64 << 20
+"""Bytes per write: direct writes of less do not reach the device's speed."""
 
 _SYNC_WRITE: Final = 2
 _SYNC_WAIT: Final = 1 | 2 | 4
@@ -69,7 +72,7 @@ class FileOps:
         """Write all of `data`, whatever the kernel's appetite per call."""
         done = 0
         while done < len(data):
-            written = os.pwrite(fd, data[done : done + CHUNK_BYTES], offset + done)
+            written = os.pwrite(fd, data[done : done + WRITE_BYTES], offset + done)
             if written <= 0:
                 raise OSError(errno.EIO, "write made no progress")
             done += written

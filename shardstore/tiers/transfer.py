@@ -26,7 +26,7 @@ MAX_PLACES: Final = _NUM_READS_AHEAD + 1
 
 
 class PacedWriter:
-    """Writes into one file, in chunks of `CHUNK_BYTES`; one thread."""
+    """Writes into one file; one thread. The fast way is whole pages from page-aligned memory."""
 
     def __init__(self, ops: FileOps, fd: int) -> None:
         """Take over the writing to `fd`; the caller closes it."""
@@ -36,17 +36,17 @@ class PacedWriter:
         self._window: deque[tuple[int, int]] = deque()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write one chunk. What is not a multiple of pages at its end goes through the cache."""
+        """Write all of `data`. What is not a multiple of pages at its end goes through the cache."""
         num_direct = 0
         if self._is_direct:
             num_direct = len(data) // PAGE_BYTES * PAGE_BYTES if offset % PAGE_BYTES == 0 else 0
             if num_direct and not self._write_direct(data[:num_direct], offset):
                 num_direct = 0
-        rest = data[num_direct:]
-        if len(rest):
+        for start in range(num_direct, len(data), CHUNK_BYTES):
             self._use_cache()
-            self._ops.write_at(self._fd, rest, offset + num_direct)
-            self._pace(offset + num_direct, len(rest))
+            part = data[start : start + CHUNK_BYTES]
+            self._ops.write_at(self._fd, part, offset + start)
+            self._pace(offset + start, len(part))
 
     def _write_direct(self, data: memoryview, offset: int) -> bool:
         try:

@@ -149,7 +149,9 @@ from shardstore.format.records import SnapshotId
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 tier, attempt = DiskTier(sys.argv[1], name="root", ops=FileOps()), SnapshotId(1, 1, 1, "0" * 8)
-tier.put(attempt, 0, memoryview(b"shard"), lambda nbytes: None)
+writer = tier.create_shard(attempt, 0, 5)
+writer.write(memoryview(b"shard"), 0)
+writer.publish()
 tier.create_manifest(attempt, b"manifest", make_folder=False)
 """
 

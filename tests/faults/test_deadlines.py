@@ -76,7 +76,7 @@ def _slow_rank(rank: int, folder: str) -> float:
 
     with use_ops(Slow()):
         store = open_store(folder, memory="400MiB", timeout_s=2.5)
-    state = {"w": torch.full((25 << 20,), float(rank))}
+    state = {"w": torch.full((50 << 20,), float(rank))}
     started = time.monotonic()
     assert store.save(state, step=1).wait(60) is not None
     took_s = time.monotonic() - started

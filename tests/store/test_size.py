@@ -37,6 +37,42 @@ def test_ten_thousand_tiny_tensors_come_back(disk: Path) -> None:
     assert took_s < 30
 
 
+def _resources() -> tuple[int, int, int]:
+    """Bytes of anonymous and shared memory, open descriptors, threads."""
+    status = Path("/proc/self/status").read_text()
+    found = {
+        key: int(status.split(f"{key}:")[1].split()[0])
+        for key in ("RssAnon", "RssShmem", "Threads")
+    }
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    return (found["RssAnon"] + found["RssShmem"]) * 1024, num_open, found["Threads"]
+
+
+@pytest.mark.slow
+def test_forty_snapshots_in_memory_for_three_all_come_back(disk: Path, folder: str) -> None:
+    nbytes = 64 << 20
+    state = {f"t{i}": torch.zeros(nbytes // 16 // 4) for i in range(16)}
+    after = {}
+    with SnapshotStore(disk / "root", memory=3 * nbytes + (1 << 20), memory_dir=folder) as store:
+        for step in range(1, 41):
+            for i, tensor in enumerate(state.values()):
+                tensor.fill_(step + i / 16)
+            store.save(state, step=step).wait()
+            after[step] = _resources()
+        for step in [*range(40, 0, -1), 17]:
+            for tensor in state.values():
+                tensor.fill_(-1)
+            assert store.restore(state, step=step).step == step
+            for i, tensor in enumerate(state.values()):
+                assert bool((tensor == step + i / 16).all()), (step, i)
+        end = _resources()
+    print(f"after 5: {after[5]}, after 40: {after[40]}, after restoring all: {end}")
+    for memory, num_open, num_threads in (after[40], end):
+        assert memory <= after[5][0] * 1.1
+        assert num_open <= after[5][1]
+        assert num_threads <= after[5][2]
+
+
 @pytest.mark.slow
 def test_a_gibibyte_is_saved_at_the_cost_of_a_warm_copy_and_restored_from_both_tiers(
     disk: Path,
