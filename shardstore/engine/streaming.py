@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Final
 
 import msgspec
@@ -21,6 +20,7 @@ from shardstore.format.shardfile import ShardLayout, encode_header
 from shardstore.state.flatten import FlatState
 from shardstore.state.portions import PortionReader
 from shardstore.tiers.base import ShardWriter
+from shardstore.tiers.transfer import private_pages
 
 BUFFER_BYTES: Final = 64 << 20
 _NUM_BUFFERS: Final = 2
@@ -99,6 +99,5 @@ class Streamer:
 
     def _reserved(self) -> list[memoryview]:
         while len(self._buffers) < _NUM_BUFFERS:
-            pages = mmap(-1, BUFFER_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-            self._buffers.append(memoryview(pages))
+            self._buffers.append(private_pages(BUFFER_BYTES))
         return self._buffers

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Final, TypeAlias
 
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps
@@ -158,15 +158,22 @@ def _in_order(
                 break
 
 
+def private_pages(nbytes: int) -> memoryview:
+    """Page-aligned memory for transfers, which forked children do not get.
+
+    A fork during a direct transfer could otherwise leave the bytes with the child (open(2), O_DIRECT).
+    """
+    pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    pages.madvise(MADV_DONTFORK)
+    return memoryview(pages)
+
+
 class Ring:
     """A little memory that whole files pass through: as many places as are in use at a time."""
 
     def __init__(self) -> None:
         """Reserve nothing before the first use."""
-        self._buffers = [
-            memoryview(mmap(-1, CHUNK_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-            for _ in range(MAX_PLACES)
-        ]
+        self._buffers = [private_pages(CHUNK_BYTES) for _ in range(MAX_PLACES)]
         self._turn = 0
 
     def place(self, start: int, stop: int) -> memoryview:
