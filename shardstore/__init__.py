@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from shardstore.engine.handle import Snapshot
     from shardstore.engine.listing import SnapshotInfo, list_snapshots
-    from shardstore.engine.restore import RestoreReport
+    from shardstore.engine.report import RestoreReport
+    from shardstore.engine.stats import StoreStats
     from shardstore.errors import (
         CoordinationError,
         CoordinationTimeoutError,
@@ -40,7 +41,7 @@ _HOME: Final = {
     "FormatError": "errors",
     "FormatVersionError": "errors",
     "RNGState": "state.rng",
-    "RestoreReport": "engine.restore",
+    "RestoreReport": "engine.report",
     "SaveFailedError": "errors",
     "ShardStoreError": "errors",
     "Snapshot": "engine.handle",
@@ -48,6 +49,7 @@ _HOME: Final = {
     "SnapshotNotFoundError": "errors",
     "SnapshotStore": "store",
     "StateMismatchError": "errors",
+    "StoreStats": "engine.stats",
     "TierError": "errors",
     "TierFullError": "errors",
     "TopologyMismatchError": "errors",
@@ -70,6 +72,7 @@ __all__ = [
     "SnapshotNotFoundError",
     "SnapshotStore",
     "StateMismatchError",
+    "StoreStats",
     "TierError",
     "TierFullError",
     "TopologyMismatchError",

@@ -17,11 +17,14 @@ from shardstore.engine.leaving import Leaver
 from shardstore.engine.listing import SnapshotInfo, list_session, resolve_name, resolve_root
 from shardstore.engine.opening import OpenOptions, open_session
 from shardstore.engine.plan import check_step
-from shardstore.engine.restore import RestoreOptions, Restorer, RestoreReport
+from shardstore.engine.report import RestoreReport
+from shardstore.engine.restore import RestoreOptions, Restorer
 from shardstore.engine.retention import check_keep
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import PendingSave, failure_of
 from shardstore.engine.stager import Stager
+from shardstore.engine.stats import StoreStats
+from shardstore.engine.summary import stats_of
 from shardstore.engine.swap import PrivateCopy
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
 from shardstore.tiers.fileops import current_ops
@@ -142,6 +145,7 @@ class SnapshotStore:
         self._check_open("save")
         self._count += 1
         self._failures.enter(self._count)
+        self._session.meter.count("saves")
         save = PendingSave(
             count=self._count,
             step=-1,
@@ -160,6 +164,7 @@ class SnapshotStore:
             if earlier is not None:
                 self._session.warn("raised with another error of this save: %s", earlier)
             raise
+        self._session.meter.save_blocked_s = time.monotonic() - save.started
         save.staged.set_result(None)
         self._pipeline.submit(save)
         earlier = self._failures.due_at(self._count)
@@ -307,6 +312,10 @@ class SnapshotStore:
         """Restorable snapshots as this rank knows them, oldest first. Local."""
         self._check_usable("snapshots")
         return list_session(self._session)
+
+    def stats(self) -> StoreStats:
+        """What this rank has done so far, in plain numbers. Local; see StoreStats."""
+        return stats_of(self._session, self._pipeline.pending)
 
     def delete(self, step: int) -> None:
         """Delete every snapshot at `step`, from all tiers. All ranks.

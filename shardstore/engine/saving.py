@@ -7,6 +7,7 @@ on threads of their own, over the coordinator, never over a process group.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -132,10 +133,11 @@ class SavePipeline:
         assert layout is not None
         assert save.id is not None
         self._ops.point("digest")
-        pieces = tuple(
-            self._digested(piece, slot.view[start:stop]) if piece.key else piece
-            for piece, (start, stop) in zip(header.pieces, layout.spans, strict=True)
-        )
+        with self._session.meter.measure("digest", layout.nbytes - layout.data_start):
+            pieces = tuple(
+                self._digested(piece, slot.view[start:stop]) if piece.key else piece
+                for piece, (start, stop) in zip(header.pieces, layout.spans, strict=True)
+            )
         header = msgspec.structs.replace(header, run=save.id.run, pieces=pieces)
         data = encode_header(header, layout)
         self._ops.point("seal")
@@ -181,8 +183,11 @@ class SavePipeline:
             if session.catalog is None or not save.persist:
                 return
             self._ops.point("spill")
+            started = time.monotonic()
             if not write_shard(session, session.catalog, save):
                 return
+            nbytes = save.layout.nbytes if save.layout else 0
+            session.meter.add("write", nbytes, time.monotonic() - started)
             self._ops.point("post durable")
             session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
@@ -307,14 +312,20 @@ class SavePipeline:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
         self._session.log("%s is committed (%s)", info.id, ", ".join(tiers))
         self._retire_keys(save)
+        meter = self._session.meter
+        meter.count("committed")
+        meter.add(
+            "commit", save.layout.nbytes if save.layout else 0, time.monotonic() - save.started
+        )
         _resolve(lambda: save.committed.set_result(info))
 
     def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
         """Tell first, then clean up: whatever goes wrong there, the failure is known."""
         if failure.is_skip:
-            self._session.num_skipped += 1
+            self._session.meter.count("skipped")
             self._session.log("the %s is skipped: %s", save.label, failure.describe())
         else:
+            self._session.meter.count("failed")
             self._failures.add(save, failure)
         error = save_failed(save.step, failure)
         try:
@@ -336,6 +347,7 @@ class SavePipeline:
             failed_ranks=getattr(error, "failed_ranks", ()),
         )
         unknown.__cause__ = error
+        self._session.meter.count("failed")
         self._failures.add(save, failure_of(error, self._session.rank))
         _resolve(lambda: save.committed.set_exception(unknown))
 

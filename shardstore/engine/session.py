@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import platform
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import msgspec
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.stats import Meter
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.memory import MemoryTier
@@ -70,6 +72,7 @@ class PendingSave:
     header: ShardHeader | None = None
     layout: ShardLayout | None = None
     slot: Slot | None = None
+    started: float = field(default_factory=time.monotonic)
     streamed: Streamed | None = None
     """This rank's file on the root, where memory had no room for the state."""
     number: Future[int] | None = None
@@ -127,8 +130,7 @@ class Session:
     has_noted_versions: bool = False
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while registers are changed by retention or delete; never while another rank is waited for."""
-    num_skipped: int = 0
-    """Saves that on_full="skip" left out, on any rank."""
+    meter: Meter = field(default_factory=Meter)
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)

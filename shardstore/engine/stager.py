@@ -96,7 +96,7 @@ class Stager:
             self._stream(save, flat)
             return
         save.slot = slot
-        with without_gc():
+        with without_gc(), session.meter.measure("stage", save.layout.nbytes):
             if not isinstance(slot.views, SlotViews) or not slot.views.fit(save.layout, flat):
                 tensors = views(slot.view, save.layout, flat.table, flat.pieces)
                 slot.views = SlotViews(save.layout, flat.table, tensors)
@@ -139,7 +139,9 @@ class Stager:
         assert save.layout is not None
         try:
             save.id = self._number(save)
-            save.streamed = self._streamer.stream(flat, save.header, save.layout, save.id)
+            with self._session.meter.measure("stage", save.layout.nbytes):
+                save.streamed = self._streamer.stream(flat, save.header, save.layout, save.id)
+            self._session.meter.count("streamed")
         except (TierError, CoordinationError) as error:
             save.broken = failure_of(error, self._session.rank)
         self._ops.point("staged")

@@ -10,7 +10,8 @@ from typing import Final
 
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.fileops import FileOps, touch_pages
+from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.preparing import Preparer
 from shardstore.tiers.slotfiles import SlotFiles, no_room
 from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
@@ -58,9 +59,8 @@ class MemoryTier:
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
         self._newest: SnapshotId | None = None
-        self._preparing: threading.Thread | None = None
+        self._preparer = Preparer(self._files, self._slots, self._changed)
         self._told: set[str] = set()
-        self._closed = False
 
     @property
     def folder(self) -> str | None:
@@ -71,6 +71,12 @@ class MemoryTier:
     def owner(self) -> str:
         """Nonce of the run."""
         return self._files.owner
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots, free ones included."""
+        with self._changed:
+            return self._used_bytes()
 
     # ------------------------------------------------------------- joint facts
 
@@ -176,7 +182,7 @@ class MemoryTier:
                     slot.state = "staging"
                     slot.users = 0
                     return slot
-                if self._is_preparing():  # the room is there, and its pages soon will be
+                if self._preparer.is_running:  # the room is there, and its pages soon will be
                     self._changed.wait(1.0)
                     continue
                 if not self._on_the_way_out():
@@ -197,7 +203,7 @@ class MemoryTier:
         for slot in fitting:
             if self._is_reusable(slot) and self._retire(slot):
                 return slot
-        if self._is_preparing():
+        if self._preparer.is_running:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
@@ -291,11 +297,8 @@ class MemoryTier:
         unknown = self._newest is None or slot.id.order > self._newest.order
         return unknown or self._has_root
 
-    def _is_preparing(self) -> bool:
-        return self._preparing is not None and self._preparing.is_alive()
-
     def _used_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
+        return sum(slot.nbytes for slot in self._slots) + self._preparer.promised_bytes
 
     def full(self, nbytes: int, *, waited: bool = False) -> TierFullError:
         """The error of a state that there is no room for."""
@@ -388,46 +391,17 @@ class MemoryTier:
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make `count` free warm slots of `nbytes` in the background, as far as the budget goes."""
         with self._changed:
-            if self._is_preparing() or self._closed:
-                return
             spare = sum(
                 1
                 for s in self._slots
                 if s.nbytes == nbytes and (s.state == "free" or self._is_reusable(s))
             )
             room = (self.budget_bytes - self._used_bytes()) // max(1, nbytes)
-            wanted = min(count - spare, room)
-            if wanted <= 0:
-                return
-            self._preparing = threading.Thread(
-                target=self._prepare, args=(nbytes, wanted), name="shardstore-prepare", daemon=True
-            )
-            self._preparing.start()
-
-    def _prepare(self, nbytes: int, wanted: int) -> None:
-        for _ in range(wanted):
-            with self._changed:
-                if self._closed:
-                    break
-            try:
-                slot = self._files.allocate(nbytes)
-            except OSError:
-                break
-            if slot is None:
-                break
-            touch_pages(slot.mapping, nbytes)
-            with self._changed:
-                self._slots.append(slot)
-                self._changed.notify_all()
-        with self._changed:
-            self._preparing = None
-            self._changed.notify_all()
+            self._preparer.start(nbytes, min(count - spare, room))
 
     def wait_prepared(self, timeout_s: float) -> None:
         """Wait for `prepare` to end."""
-        thread = self._preparing
-        if thread is not None:
-            thread.join(timeout_s)
+        self._preparer.wait(timeout_s)
 
     def adopt(self, slots: list[Slot]) -> None:
         """Take over slots of a dead run."""
@@ -436,8 +410,7 @@ class MemoryTier:
 
     def close(self, *, keep: bool) -> None:
         """Unmap everything; without `keep` the files go as well."""
-        with self._changed:
-            self._closed = True
+        self._preparer.stop()
         self.wait_prepared(60.0)
         with self._changed:
             for slot in list(self._slots):

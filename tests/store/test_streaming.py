@@ -316,6 +316,8 @@ def test_while_the_writer_is_held_saves_are_fast_until_memory_is_full_and_then_d
         let_go()
         found = [handle.wait(30) for handle in handles]
         skipped = on_full == "skip"
+        assert store.stats().num_skipped == int(skipped)
+        assert store.stats().num_streamed == int(on_full == "direct")
         assert [info is None for info in found] == [False] * 3 + [skipped] * (len(found) - 3)
         expected = [1, 2, 3, 4] if on_full == "direct" else [1, 2, 3]
         assert [info.step for info in store.snapshots()] == expected
