@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from shardstore.engine.plan import ShardPlanner, check_metadata, check_step
 from shardstore.engine.session import PendingSave, Session, failure_of
 from shardstore.engine.streaming import Streamer
 from shardstore.errors import CoordinationError, TierError, TierFullError
-from shardstore.format.records import SnapshotId, TensorRow
+from shardstore.format.records import SnapshotId, TensorPiece, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.state.flatten import FlatState, flatten_state
 from shardstore.state.guards import check_boundary
@@ -30,12 +31,13 @@ class SlotViews:
 
     layout: ShardLayout
     table: tuple[TensorRow, ...]
+    pieces: tuple[TensorPiece, ...]
     tensors: list[torch.Tensor]
 
     def fit(self, layout: ShardLayout, flat: FlatState) -> bool:
         """Whether they are the views of this file; at once where the structure is unchanged."""
-        same = self.layout is layout and self.table is flat.table
-        return same or (self.layout == layout and self.table == flat.table)
+        mine, theirs = (self.layout, self.table, self.pieces), (layout, flat.table, flat.pieces)
+        return all(map(operator.is_, mine, theirs)) or mine == theirs
 
 
 class Stager:
@@ -88,18 +90,17 @@ class Stager:
                 created=save.created,
                 metadata=save.metadata,
             )
-        slot = self._reserve(save, save.layout.nbytes)
+        save.slot = slot = self._reserve(save, save.layout.nbytes)
         if save.broken is not None:
             return
         self._ops.point("stage")
         if slot is None:
             self._stream(save, flat)
             return
-        save.slot = slot
         with without_gc(), session.meter.measure("stage", save.layout.nbytes):
             if not isinstance(slot.views, SlotViews) or not slot.views.fit(save.layout, flat):
                 tensors = views(slot.view, save.layout, flat.table, flat.pieces)
-                slot.views = SlotViews(save.layout, flat.table, tensors)
+                slot.views = SlotViews(save.layout, flat.table, flat.pieces, tensors)
             stage(flat, slot.views.tensors)
         self._ops.point("staged")
 
