@@ -58,7 +58,8 @@ def test_a_seal_that_fails_while_its_file_is_written_leaves_nothing_even_if_the_
     ops.go.set()
     with pytest.raises(SaveFailedError, match="broken"):
         broken.wait(30)
-    store.drain()
+    with suppress(SaveFailedError):  # raised here unless a save did
+        store.drain()
     assert [info.step for info in store.snapshots()] == [2, 3]
     assert not list((Path(folder) / "root").glob("step-000000000001*"))
     assert not list((Path(folder) / "root").rglob("*.tmp"))
