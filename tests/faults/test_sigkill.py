@@ -65,7 +65,8 @@ def _count_operations(victim: int | None, memory: str | int) -> int:
 def _points(victim: int | None, memory: str | int) -> list[int]:
     total = _count_operations(victim, memory)
     assert total >= NUM_POINTS // 2, f"a save has only {total} operations: what became of the rest?"
-    return sorted({1 + round(i * (total - 1) / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
+    num_points = NUM_POINTS if memory else NUM_POINTS // 2  # streamed: fewer operations
+    return sorted({1 + round(i * (total - 1) / (num_points - 1)) for i in range(num_points)})
 
 
 def _kill_and_restart(victim: int | None, memory: str | int, at: int) -> int:

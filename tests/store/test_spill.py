@@ -75,7 +75,7 @@ def test_a_snapshot_that_is_deleted_while_it_is_written_is_never_published(
 ) -> None:
     ops = Steered(break_seal=False)
     with use_ops(ops):
-        store = open_store(memory="9MiB", timeout_s=20.0)
+        store = open_store(memory="9MiB", timeout_s=3.0)
     state = {"w": torch.full((1 << 20,), 1.0)}
     ops.armed = True
     doomed = store.save(state, step=1)
