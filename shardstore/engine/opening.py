@@ -15,6 +15,7 @@ from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.retention import plan_deletions
 from shardstore.engine.session import Session, writer_versions
+from shardstore.engine.transitions import of_memory
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.adoption import Adopted, adopt_files, make_memory_folder
@@ -201,6 +202,7 @@ def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
         if slot.id is None or slot.id not in adopted.headers:
             continue
         header = adopted.headers[slot.id][0]
+        of_memory(session, "adopted", slot.id, slot.nbytes)
         session.adopted_world_sizes[slot.id] = header.world_size
         is_newest = slot.id == agreement.newest
         on_root = catalog.state(slot.id) if catalog is not None else "torn"

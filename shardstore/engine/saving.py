@@ -34,6 +34,7 @@ from shardstore.engine.session import (
     failure_of,
 )
 from shardstore.engine.spill import write_shard
+from shardstore.engine.transitions import lost, passed
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
@@ -107,6 +108,7 @@ class SavePipeline:
             is_spilling = self._spiller.submit(save)  # writes while the digests are taken
             self._build(save)
             save.is_sealed = True
+            passed(self._session, save, "sealed", tier="root" if save.streamed else "memory")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
@@ -188,6 +190,7 @@ class SavePipeline:
                 return
             nbytes = save.layout.nbytes if save.layout else 0
             session.meter.add("write", nbytes, time.monotonic() - started)
+            passed(session, save, "written", tier=session.catalog.tier.name)
             self._ops.point("post durable")
             session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
@@ -310,7 +313,7 @@ class SavePipeline:
         info = self._info(save, tiers=tiers)
         if outcome is not None:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
-        self._session.log("%s is committed (%s)", info.id, ", ".join(tiers))
+        passed(self._session, save, "committed", tier=", ".join(tiers), nbytes=info.nbytes)
         self._retire_keys(save)
         meter = self._session.meter
         meter.count("committed")
@@ -323,7 +326,7 @@ class SavePipeline:
         """Tell first, then clean up: whatever goes wrong there, the failure is known."""
         if failure.is_skip:
             self._session.meter.count("skipped")
-            self._session.log("the %s is skipped: %s", save.label, failure.describe())
+            lost(self._session, save, "skipped", failure)
         else:
             self._session.meter.count("failed")
             self._failures.add(save, failure)

@@ -18,7 +18,9 @@ import msgspec
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.stats import Meter
+from shardstore.engine.transitions import of_memory
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.memory import MemoryTier
@@ -88,6 +90,10 @@ class PendingSave:
     """This rank's part is sealed and posted; settled once `sealed` is set."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    written_bytes: int = 0
+    """Of this rank's file, on the way to the root; told by who writes."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """When this rank came to each transition, since the call of `save`."""
     staged: Future[None] = field(default_factory=Future)
     committed: Future[SnapshotInfo | None] = field(default_factory=Future)
     sealed: threading.Event = field(default_factory=threading.Event)
@@ -101,6 +107,11 @@ class PendingSave:
     def label(self) -> str:
         """Name for messages and phases."""
         return f"save of step {self.step}"
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's file; 0 before it is laid out."""
+        return self.layout.nbytes if self.layout is not None else 0
 
 
 @dataclass(eq=False)
@@ -131,6 +142,7 @@ class Session:
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while registers are changed by retention or delete; never while another rank is waited for."""
     meter: Meter = field(default_factory=Meter)
+    progress: ProgressReporter = field(default_factory=ProgressReporter)
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)
@@ -184,6 +196,7 @@ class Session:
             self.marked.discard(snapshot_id)
             self._forget(snapshot_id)
         self.memory.mark_failed(snapshot_id)
+        of_memory(self, "released", snapshot_id)
 
     def _forget(self, snapshot_id: SnapshotId) -> None:
         self.complete.pop(snapshot_id, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardstore.engine.catalog import Catalog
+from shardstore.engine.progress import Work
 from shardstore.engine.session import PendingSave, Session
 from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.fileops import WRITE_BYTES
@@ -22,14 +23,20 @@ def write_shard(session: Session, catalog: Catalog, save: PendingSave) -> bool:
         if not save.is_sealed:
             return False  # discarded by who failed to seal it
         save.streamed.writer.publish()
+        save.written_bytes = save.nbytes
         return True
     assert save.id is not None
     assert save.layout is not None
-    writer = catalog.tier.create_shard(save.id, session.rank, save.layout.nbytes)
+    tier, nbytes = catalog.tier, save.layout.nbytes
+    writer = tier.create_shard(save.id, session.rank, nbytes)
     try:
-        if _copy(session, save, writer):
-            writer.publish()
-            return True
+        with session.progress.begin(
+            "write", step=save.step, total_bytes=nbytes, tier=tier.name
+        ) as work:
+            if _copy(session, save, writer, work):
+                writer.publish()
+                work.complete()
+                return True
     except BaseException:
         writer.discard()
         raise
@@ -37,7 +44,7 @@ def write_shard(session: Session, catalog: Catalog, save: PendingSave) -> bool:
     return False
 
 
-def _copy(session: Session, save: PendingSave, writer: ShardWriter) -> bool:
+def _copy(session: Session, save: PendingSave, writer: ShardWriter, work: Work) -> bool:
     """Write the data at once, and the header when it is there.
 
     If the save fails, its slot may be free and in use again before all is written: what was written
@@ -51,6 +58,8 @@ def _copy(session: Session, save: PendingSave, writer: ShardWriter) -> bool:
         part = slot.view[start : min(start + WRITE_BYTES, layout.nbytes)]
         writer.write(part, start)
         session.coordinator.progress(len(part))
+        save.written_bytes += len(part)
+        work.advance(len(part))
         part.release()
     save.sealed.wait()
     reader = session.memory.open_shard(save.id) if save.is_sealed else None
