@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+from progress_bars import Bars, bars_on
+
 import shardstore
 
 NUM_RANKS: Final = 2
@@ -72,8 +75,10 @@ class Setup:
 class Run:
     """One start of torchrun: its processes, and what its ranks log."""
 
-    def __init__(self, setup: Setup, title: str, *, with_store: bool) -> None:
-        self.setup, self.title = setup, title
+    def __init__(
+        self, setup: Setup, title: str, *, with_store: bool, bars: Bars | None = None
+    ) -> None:
+        self.setup, self.title, self.bars = setup, title, bars
         number = len(list(setup.logs.iterdir()))
         self.logs = setup.logs / f"{number}-{title.replace(' ', '-')}"
         self.logs.mkdir()
@@ -129,8 +134,13 @@ class Run:
             say(f"{at} restored step {entry['step']} from {entry['tier']}")
         elif entry["event"] == "ready":
             say(f"{at} training from step {entry['first']}")
+        elif entry["event"] == "loss" and self.bars is not None:
+            step, loss = entry["step"], float.fromhex(entry["mean"])
+            self.bars.train(self.title, step, self.setup.steps, loss)
         elif entry["event"] == "loss" and entry["step"] % 20 == 0:
             say(f"{at} step {entry['step']}, loss {float.fromhex(entry['mean']):.4f}")
+        elif entry["event"] == "progress" and self.bars is not None:
+            self.bars.show(msgspec.convert(entry, shardstore.Progress))
 
     def printed(self) -> str:
         """The end of what torchrun and the ranks printed."""
@@ -190,12 +200,12 @@ def kill_in_a_save(run: Run, *, from_step: int) -> None:
     )
 
 
-def train_all(setup: Setup, runs: list[Run]) -> None:
+def train_all(setup: Setup, runs: list[Run], bars: Bars | None) -> None:
     """The four runs of the module's docstring, appended to `runs` as they start."""
 
     def start(title: str, what: str, *, with_store: bool = True) -> Run:
         say(f"{title}: {what}")
-        runs.append(Run(setup, title, with_store=with_store))
+        runs.append(Run(setup, title, with_store=with_store, bars=bars))
         return runs[-1]
 
     finish(start("uninterrupted", f"{setup.steps} steps, no snapshots", with_store=False))
@@ -225,7 +235,8 @@ def main() -> int:
     setup.logs.mkdir(parents=True)
     runs: list[Run] = []
     try:
-        train_all(setup, runs)
+        with bars_on(sys.stdout) as bars:
+            train_all(setup, runs, bars)
         report = [str(HERE / "preempted_training_report.py"), str(setup.logs), f"--png={args.png}"]
         status = subprocess.run([sys.executable, *report], check=False).returncode
     except ExampleFailedError as error:

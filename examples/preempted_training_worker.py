@@ -14,22 +14,26 @@ import hashlib
 import json
 import math
 import os
+import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import torch
 import torch.distributed as dist
+from progress_bars import Bars, bars_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from shardstore import RNGState, SnapshotStore
+from shardstore import Progress, RNGState, SnapshotStore
 
 IMPORTED = time.time()
 VOCABULARY = 256
@@ -149,12 +153,16 @@ class Log:
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
+        self.lock = threading.Lock()
 
     def write(self, event: str, **facts: object) -> None:
-        self.file.write(json.dumps({"event": event, **facts}) + "\n")
+        with self.lock:  # progress comes from other threads
+            self.file.write(json.dumps({"event": event, **facts}) + "\n")
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, log: Log) -> None:
+def train(
+    args: argparse.Namespace, rank: int, world_size: int, log: Log, bars: Bars | None
+) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
 
@@ -195,11 +203,23 @@ def train(args: argparse.Namespace, rank: int, world_size: int, log: Log) -> Non
         progress["bytes_seen"] += targets.numel() * world_size
         return loss.detach()
 
+    def show(done: Progress) -> None:
+        """Draw it where there is a terminal; the one that started this may draw from the log."""
+        log.write("progress", **msgspec.to_builtins(done))
+        if bars is not None:
+            bars.show(done)
+
     with ExitStack() as stack:
         store, first = None, 0
         if args.root is not None:
             store = stack.enter_context(
-                SnapshotStore(args.root, name=args.name, keep=3, timeout_s=60)
+                SnapshotStore(
+                    args.root,
+                    name=args.name,
+                    keep=3,
+                    timeout_s=60,
+                    progress=show if rank == 0 else None,
+                )
             )
             log.write("opened", time=time.time())
             report = store.restore(state, required=False)
@@ -228,6 +248,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, log: Log) -> Non
                 mean=float(mean).hex(),
                 seconds=time.monotonic() - started,
             )
+            if bars is not None:
+                bars.train("train", step, args.steps, mean.item())
             if store is not None and (step + 1) % args.save_every == 0:
                 store.save(state, step=step, metadata={"loss": mean.item()})
                 log.write("saved", step=step)  # it returned; writing goes on in the background
@@ -237,10 +259,12 @@ def train(args: argparse.Namespace, rank: int, world_size: int, log: Log) -> Non
 
 def main(args: argparse.Namespace) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with Path(args.log_dir, f"rank-{rank}.jsonl").open("a", buffering=1) as file:
-        log = Log(file)
+    with ExitStack() as stack:
+        path = Path(args.log_dir, f"rank-{rank}.jsonl")
+        log = Log(stack.enter_context(path.open("a", buffering=1)))
         log.write("imported", time=IMPORTED, pid=os.getpid())
-        train(args, rank, world_size, log)
+        bars = stack.enter_context(bars_on(sys.stderr)) if rank == 0 else None
+        train(args, rank, world_size, log, bars)
 
 
 def parse_args() -> argparse.Namespace:

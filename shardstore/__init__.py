@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from shardstore.engine.handle import Snapshot
+    from shardstore.engine.handle import SaveTimings, Snapshot
     from shardstore.engine.listing import SnapshotInfo, list_snapshots
+    from shardstore.engine.progress import Progress
     from shardstore.engine.report import RestoreReport
-    from shardstore.engine.stats import StoreStats
+    from shardstore.engine.stats import PhaseStats, StoreStats
     from shardstore.errors import (
         CoordinationError,
         CoordinationTimeoutError,
@@ -40,9 +41,12 @@ _HOME: Final = {
     "CorruptSnapshotError": "errors",
     "FormatError": "errors",
     "FormatVersionError": "errors",
+    "PhaseStats": "engine.stats",
+    "Progress": "engine.progress",
     "RNGState": "state.rng",
     "RestoreReport": "engine.report",
     "SaveFailedError": "errors",
+    "SaveTimings": "engine.handle",
     "ShardStoreError": "errors",
     "Snapshot": "engine.handle",
     "SnapshotInfo": "engine.listing",
@@ -63,9 +67,12 @@ __all__ = [
     "CorruptSnapshotError",
     "FormatError",
     "FormatVersionError",
+    "PhaseStats",
+    "Progress",
     "RNGState",
     "RestoreReport",
     "SaveFailedError",
+    "SaveTimings",
     "ShardStoreError",
     "Snapshot",
     "SnapshotInfo",

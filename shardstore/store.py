@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
@@ -24,6 +24,7 @@ from shardstore.engine.listing import (
 )
 from shardstore.engine.opening import OpenOptions, open_session
 from shardstore.engine.plan import check_step
+from shardstore.engine.progress import Progress, ProgressReporter
 from shardstore.engine.report import RestoreReport
 from shardstore.engine.restore import RestoreOptions, Restorer
 from shardstore.engine.retention import check_keep
@@ -33,6 +34,7 @@ from shardstore.engine.stager import Stager
 from shardstore.engine.stats import StoreStats
 from shardstore.engine.summary import stats_of
 from shardstore.engine.swap import PrivateCopy
+from shardstore.engine.transitions import report_staged, staged
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.limits import parse_bytes
@@ -62,6 +64,7 @@ class SnapshotStore:
         on_error: Literal["raise", "warn"] = "raise",
         process_group: ProcessGroup | None = None,
         timeout_s: float = 600.0,
+        progress: Callable[[Progress], object] | None = None,
     ) -> None:
         """Open the store, and adopt what a dead run of the same name left in memory.
 
@@ -83,6 +86,11 @@ class SnapshotStore:
             on_error: A failed background write raises at the same later call on all ranks, or warns.
             process_group: Ranks of the store; default: all.
             timeout_s: Longest wait for a rank that makes no progress, in seconds.
+            progress: Called with a Progress at most about every 0.2 s of work on this rank, and at its
+                end: from the calling thread and from background threads, which wait for it meanwhile
+                (a slow one is called less often), several at a time. What it raises is logged once and
+                breaks nothing. It must not call the store, but for `stats`. Ranks may differ. None:
+                rank 0 logs a line every 5 s of a save, restore or drain that blocks for longer.
 
         Raises:
             ValueError: An argument is off.
@@ -95,6 +103,8 @@ class SnapshotStore:
             raise ValueError(f'on_full must be "wait", "skip" or "direct", got {on_full!r}')
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        if progress is not None and not callable(progress):
+            raise ValueError(f"progress must be callable or None, got {progress!r}")
         resolved = resolve_root(root)
         local = resolve_disk(disk)
         budget = None if memory == "auto" else parse_bytes(memory, what="memory")
@@ -121,6 +131,7 @@ class SnapshotStore:
         self._pid = os.getpid()
         registry.take_over(self._options.memory_dir, self._options.name)
         self._session = open_session(self._options, process_group, ops)
+        self._session.progress = ProgressReporter(progress, rank=self._session.rank)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
         kept = KeptSnapshots(self._session, ops)
         self._pipeline = SavePipeline(self._session, self._failures, kept, ops)
@@ -182,8 +193,10 @@ class SnapshotStore:
                 self._session.warn("raised with another error of this save: %s", earlier)
             raise
         self._session.meter.save_blocked_s = time.monotonic() - save.started
+        staged(self._session, save)
         save.staged.set_result(None)
         self._pipeline.submit(save)
+        report_staged(self._session, save)
         earlier = self._failures.due_at(self._count)
         if earlier is not None:
             raise earlier

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardstore.cluster.agreed import AgreedPoint
 from shardstore.engine.session import Failure, PendingSave, Session
+from shardstore.engine.transitions import lost
 from shardstore.errors import SaveFailedError
 
 
@@ -39,8 +40,9 @@ class Failures:
 
     def add(self, save: PendingSave, failure: Failure) -> None:
         """A save failed on some rank; called on every rank, in the background, before its future ends."""
+        is_here = failure.rank == self._session.rank
+        lost(self._session, save, "failed", failure, is_warning=is_here or self._only_warn)
         if self._only_warn:
-            self._session.warn("%s failed, training goes on: %s", save.label, failure.describe())
             return
         with self._lock:
             point = AgreedPoint(

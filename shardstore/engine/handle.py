@@ -5,9 +5,26 @@ from __future__ import annotations
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+import msgspec
+
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.session import PendingSave
 from shardstore.errors import CoordinationTimeoutError
+
+
+class SaveTimings(msgspec.Struct, frozen=True):
+    """What one save has cost this rank so far. None: not known yet, or it never will be."""
+
+    nbytes: int
+    """Of this rank's file."""
+    staged_s: float | None
+    """From the call of `save` until live state was copied, in seconds; the others count from there as well."""
+    sealed_s: float | None
+    """Until this rank's file in memory was whole, with its digests."""
+    written_s: float | None
+    """Until it was durable on the root."""
+    committed_s: float | None
+    """Until it was known here that all ranks are as far."""
 
 
 class Snapshot:
@@ -31,6 +48,18 @@ class Snapshot:
     def committed(self) -> Future[SnapshotInfo | None]:
         """Done when the snapshot is safe on all ranks in the outermost tier meant for it."""
         return self._save.committed
+
+    @property
+    def timings(self) -> SaveTimings:
+        """What this save has cost this rank so far; ask again after `wait` for all of it."""
+        seconds = self._save.seconds
+        return SaveTimings(
+            self._save.nbytes,
+            seconds.get("staged"),
+            seconds.get("sealed"),
+            seconds.get("written"),
+            seconds.get("committed"),
+        )
 
     def wait(self, timeout_s: float | None = None) -> SnapshotInfo | None:
         """Wait for the commit; a rank may wait alone.

@@ -20,7 +20,7 @@ from shardstore.cluster.coordination import Stopped
 from shardstore.engine.catalog import SealedShard, manifest_of, read_sealed_header
 from shardstore.engine.entries import collect_entries, entry_key, post_entry
 from shardstore.engine.session import Failure, Session, failure_of
-from shardstore.engine.spill import copy_sealed, open_near
+from shardstore.engine.spill import copy_sealed
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, ShardStoreError
 from shardstore.format.records import SnapshotId
@@ -148,10 +148,12 @@ class KeptSnapshots:
         """This rank's file, from its slot; what is there already is not written again."""
         session = self._session
         if self._is_further_out(snapshot_id):
-            with open_near(session, snapshot_id) as reader:
-                return read_sealed_header(reader)
+            reader = session.memory.open_shard(snapshot_id)
+            if reader is not None:
+                with reader:
+                    return read_sealed_header(reader)
         started = time.monotonic()
-        sealed = copy_sealed(session, session.create_outermost, snapshot_id)
+        sealed = copy_sealed(session, session.outermost, snapshot_id)
         session.meter.add("write", sealed.nbytes, time.monotonic() - started)
         return sealed
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from shardstore.engine.draining import drain
 from shardstore.engine.failures import Failures
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
@@ -42,12 +43,8 @@ class Leaver:
 
     def wait_outcomes(self, timeout_s: float | None) -> bool:
         """Wait until every save so far is settled; False if that took too long."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for save in self._pipeline.pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not save.settled.wait(left):
-                return False
-        return True
+        pending = self._pipeline.pending
+        return not pending or drain(self._session, pending, timeout_s)
 
     def close(self, *, keep_memory: bool) -> SaveFailedError | None:
         """Drain, then leave together with the other ranks; returns what was not raised yet."""

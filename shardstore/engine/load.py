@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.passing import PassingShard, merged_spans, truncated
+from shardstore.engine.progress import Work
 from shardstore.engine.ranks import header_in_job
 from shardstore.engine.verify import Verifier
 from shardstore.errors import (
@@ -39,6 +40,10 @@ class Loaded:
     plan: RestorePlan
     tier: str
     resources: contextlib.ExitStack
+    work: Work
+    """Complete once live state is filled."""
+    nbytes: int
+    """Of the tensors that are needed."""
     passing: PassingShard | None = None
     """The file, where there is no memory to hold it."""
 
@@ -49,6 +54,7 @@ class Loaded:
         else:
             targets, passing = self.plan.targets(), self.passing
             self.plan.apply_streamed(lambda: passing.fill(targets))
+        self.work.complete()
 
     def close(self) -> None:
         """Give buffers and readers back; nothing live refers to them."""
@@ -168,15 +174,27 @@ def _load_from(
         slot = session.memory.try_scratch(reader.nbytes)
     if slot is not None:
         stack.callback(session.memory.abandon_slot, slot)
-    if slot is not None or reader.is_mapped:
-        data = _verified_bytes(session, reader, sealed, plan.needed, slot)
+    is_held = slot is not None or reader.is_mapped
+    nbytes = sum(stop - start for start, stop in (layout.spans[row] for row in plan.needed))
+    total_bytes = nbytes if is_held else 2 * nbytes  # what passes through is read twice
+    work = session.progress.begin(
+        "restore", step=header.step, total_bytes=total_bytes, tier=reader.tier
+    )
+    stack.callback(work.close)
+
+    def verified(nbytes: int) -> None:
+        session.coordinator.progress(nbytes)
+        work.advance(nbytes)
+
+    if is_held:
+        data = _verified_bytes(reader, sealed, plan.needed, slot, verified)
         tensors = views(data, layout, header.table, header.pieces)
         plan.prepare({index: tensors[index] for index in plan.needed})
     else:
-        passing = PassingShard(sealed, reader, plan.needed, session.coordinator.progress)
+        passing = PassingShard(sealed, reader, plan.needed, verified)
         passing.verify()
         plan.prepare(passing)
-    return Loaded(header, plan, reader.tier, stack, passing)
+    return Loaded(header, plan, reader.tier, stack, work, nbytes, passing)
 
 
 def _note_versions(session: Session, header: ShardHeader) -> None:
@@ -213,16 +231,16 @@ def _check_entry(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
 
 
 def _verified_bytes(
-    session: Session,
     reader: ShardReader,
     sealed: SealedShard,
     needed: tuple[int, ...],
     slot: Slot | None,
+    progress: Callable[[int], None],
 ) -> memoryview:
     """The file's bytes in host memory: its own, or read into `slot`. Verified as they come."""
     layout = sealed.layout
     assert layout is not None
-    verifier = Verifier(sealed, needed, reader, session.coordinator.progress)
+    verifier = Verifier(sealed, needed, reader, progress)
     if slot is None:
         data = reader.read(0, reader.nbytes)
         assert isinstance(data, memoryview)
@@ -233,12 +251,8 @@ def _verified_bytes(
     def place(start: int, stop: int) -> memoryview:
         return view[start:stop]
 
-    def arrived(data: memoryview, start: int) -> None:
-        session.coordinator.progress(len(data))
-        verifier.feed(data, start)
-
     for start, stop in merged_spans(layout, needed):
-        end = reader.stream(start, stop, place, arrived)
+        end = reader.stream(start, stop, place, verifier.feed)
         if end != stop:
             raise truncated(reader, end, layout)
     verifier.finish()

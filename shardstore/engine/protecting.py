@@ -9,6 +9,7 @@ import msgspec
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.retention import plan_deletions
 from shardstore.engine.session import Session
+from shardstore.engine.transitions import of_memory
 from shardstore.errors import ShardStoreError
 from shardstore.format.gist import Gist
 from shardstore.format.records import SnapshotId
@@ -69,6 +70,7 @@ def _judge(
     memory, catalog = session.memory, session.catalog
     assert slot.id is not None
     header = adopted.headers[slot.id][0]
+    of_memory(session, "adopted", slot.id, slot.nbytes)
     session.adopted_world_sizes[slot.id] = header.world_size
     is_newest = slot.id == newest
     on_root = catalog.state(slot.id) if catalog is not None else "torn"

@@ -15,6 +15,7 @@ from shardstore.engine.load import Loaded, load_shard
 from shardstore.engine.plan import check_step
 from shardstore.engine.report import RestoreReport
 from shardstore.engine.session import Failure, Session, failure_of
+from shardstore.engine.transitions import tell
 from shardstore.engine.verdicts import (
     Ask,
     Note,
@@ -339,7 +340,13 @@ class Restorer:
             verify_s=times[1],
             copy_s=times[2],
         )
-        self._session.log("restored %s", report)
+        session, nbytes = self._session, self._loaded.nbytes
+        session.meter.add("restore", nbytes, report.duration_s)
+        tell(
+            session.rank, "restored", "restored %s", report,
+            step=report.step, snapshot_id=report.id, tier=self._loaded.tier, nbytes=nbytes,
+            seconds=report.duration_s,
+        )  # fmt: skip
         return report
 
     def _drop(self) -> None:

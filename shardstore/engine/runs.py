@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from shardstore.engine.session import Session
+from shardstore.engine.transitions import tell
 from shardstore.errors import TierError
 
 _VISIBLE_WAIT_S: Final = 30.0
@@ -62,7 +63,11 @@ class RunNumber:
         if session.catalog is not None and session.rank == 0:
             late = session.catalog.publish_late(before_run=self._run, writer=session.writer)
             for snapshot_id in late:
-                session.log("%s of an earlier run was whole and is committed now", snapshot_id)
+                text = "%s of an earlier run was whole and is committed now"
+                tell(
+                    session.rank, "committed", text, snapshot_id,
+                    step=snapshot_id.step, snapshot_id=snapshot_id, tier="root",
+                )  # fmt: skip
 
     def _check_shared(self) -> None:
         session = self._session

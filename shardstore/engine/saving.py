@@ -35,7 +35,8 @@ from shardstore.engine.session import (
     Session,
     failure_of,
 )
-from shardstore.engine.spill import copy_sealed, write_shard, write_to_disk
+from shardstore.engine.spill import pass_on, write_shard, write_to_disk
+from shardstore.engine.transitions import lost, passed
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
@@ -115,6 +116,7 @@ class SavePipeline:
             is_spilling = self._spiller.submit(save)  # writes while the digests are taken
             self._build(save)
             save.is_sealed = True
+            passed(self._session, save, "sealed", tier="root" if save.streamed else "memory")
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
@@ -198,15 +200,15 @@ class SavePipeline:
             if session.on_disk is not None and save.streamed is None:
                 done = write_to_disk(session, save)
                 if done and session.catalog is not None:
-                    self._count_written(save, started)
+                    self._count_written(save, started, "disk")
                     self._ops.point("post on disk")
                     save.watches = free_memory_once_on_disks(session, save)
                     is_passed_on = self._passer.submit(save)
                     return
             if done is None:
-                done = write_shard(session, session.create_outermost, save)
+                done = write_shard(session, session.outermost, save)
             if done:
-                self._count_written(save, started)
+                self._count_written(save, started, session.outermost.tier)
                 self._post_durable(save)
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             self._report(save, error)
@@ -221,17 +223,17 @@ class SavePipeline:
             assert save.id is not None
             self._ops.point("pass on")
             started = time.monotonic()
-            copy_sealed(session, session.create_outermost, save.id)
-            self._count_written(save, started)
+            pass_on(session, session.outermost, save)
+            self._count_written(save, started, session.outermost.tier)
             self._post_durable(save)
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             self._report(save, error)
         finally:
             save.spilled.set()
 
-    def _count_written(self, save: PendingSave, started: float) -> None:
-        nbytes = save.layout.nbytes if save.layout else 0
-        self._session.meter.add("write", nbytes, time.monotonic() - started)
+    def _count_written(self, save: PendingSave, started: float, tier: str) -> None:
+        self._session.meter.add("write", save.nbytes, time.monotonic() - started)
+        passed(self._session, save, "written", tier=tier)
 
     def _post_durable(self, save: PendingSave) -> None:
         self._ops.point("post durable")
@@ -376,7 +378,7 @@ class SavePipeline:
         info = self._info(save, tiers=tiers)
         if outcome is not None:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
-        self._session.log("%s is committed (%s)", info.id, ", ".join(tiers))
+        passed(self._session, save, "committed", tier=", ".join(tiers), nbytes=info.nbytes)
         self._retire_keys(save)
         meter = self._session.meter
         meter.count("committed")
@@ -389,7 +391,7 @@ class SavePipeline:
         """Tell first, then clean up: whatever goes wrong there, the failure is known."""
         if failure.is_skip:
             self._session.meter.count("skipped")
-            self._session.log("the %s is skipped: %s", save.label, failure.describe())
+            lost(self._session, save, "skipped", failure)
         else:
             self._session.meter.count("failed")
             self._failures.add(save, failure)

@@ -7,7 +7,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,9 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.ondisk import OnDisk
+from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.stats import Meter
+from shardstore.engine.transitions import of_memory
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
@@ -62,6 +64,15 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks))
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tier beyond memory, as this rank writes to it."""
+
+    tier: str
+    create: Callable[[SnapshotId, int], ShardWriter]
+    """Begins this rank's file of a snapshot, of so many bytes. Raises TierError."""
+
+
 @dataclass(eq=False, slots=True)
 class PendingSave:
     """One save on its way from `save` to its outcome. Filled by one stage after the other."""
@@ -92,6 +103,10 @@ class PendingSave:
     """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    written_bytes: int = 0
+    """Of this rank's file, on the way to the root; told by who writes."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """When this rank came to each transition, since the call of `save`."""
     staged: Future[None] = field(default_factory=Future)
     committed: Future[SnapshotInfo | None] = field(default_factory=Future)
     sealed: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +120,11 @@ class PendingSave:
     def label(self) -> str:
         """Name for messages and phases."""
         return f"save of step {self.step}"
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's file; 0 before it is laid out."""
+        return self.layout.nbytes if self.layout is not None else 0
 
 
 @dataclass(eq=False)
@@ -138,6 +158,7 @@ class Session:
     meter: Meter = field(default_factory=Meter)
     told: set[str] = field(default_factory=set)
     """Topics of warnings that come once."""
+    progress: ProgressReporter = field(default_factory=ProgressReporter)
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)
@@ -157,16 +178,14 @@ class Session:
         """Whether there is a tier beyond memory."""
         return self.catalog is not None or self.on_disk is not None
 
-    def create_outermost(self, snapshot_id: SnapshotId, nbytes: int) -> ShardWriter:
-        """Begin this rank's file where it is to be safe in the end: on the root, else on the disk.
-
-        Raises:
-            TierError: It cannot be created.
-        """
-        if self.catalog is not None:
-            return self.catalog.tier.create_shard(snapshot_id, self.rank, nbytes)
-        assert self.on_disk is not None
-        return self.on_disk.disk.create_shard(snapshot_id, nbytes)
+    @property
+    def outermost(self) -> Target:
+        """Where a snapshot is to be safe in the end: the root, else the disk."""
+        if self.catalog is None:
+            assert self.on_disk is not None
+            return Target("disk", self.on_disk.disk.create_shard)
+        root, rank = self.catalog.tier, self.rank
+        return Target(root.name, lambda snapshot_id, n: root.create_shard(snapshot_id, rank, n))
 
     def is_counted(self, snapshot_id: SnapshotId) -> bool:
         """Whether retention counts one that this rank has near it: not what persist=False keeps."""
@@ -215,6 +234,7 @@ class Session:
         self.memory.mark_failed(snapshot_id)
         if self.on_disk is not None:
             self.on_disk.remove(snapshot_id)
+        of_memory(self, "released", snapshot_id)
 
     def _forget(self, snapshot_id: SnapshotId) -> None:
         self.complete.pop(snapshot_id, None)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardstore.engine.catalog import SealedShard, read_sealed_header
-from shardstore.engine.session import PendingSave, Session
+from shardstore.engine.progress import Work
+from shardstore.engine.session import PendingSave, Session, Target
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import ShardReader, ShardWriter
-from shardstore.tiers.fileops import WRITE_BYTES
+from shardstore.tiers.fileops import CHUNK_BYTES, WRITE_BYTES
 from shardstore.tiers.transfer import Ring
 
-Create = Callable[[SnapshotId, int], ShardWriter]
-"""Begins this rank's file of a snapshot, of so many bytes, on one tier."""
 
-
-def write_shard(session: Session, create: Create, save: PendingSave) -> bool:
+def write_shard(session: Session, target: Target, save: PendingSave) -> bool:
     """Write, make durable and publish this rank's file, while its digests are still being taken.
 
     Waits until the save is sealed here.
@@ -32,14 +28,18 @@ def write_shard(session: Session, create: Create, save: PendingSave) -> bool:
         if not save.is_sealed:
             return False  # discarded by who failed to seal it
         save.streamed.writer.publish()
+        save.written_bytes = save.nbytes
         return True
     assert save.id is not None
     assert save.layout is not None
-    writer = create(save.id, save.layout.nbytes)
+    writer = target.create(save.id, save.nbytes)
+    is_last = target.tier == session.outermost.tier
     try:
-        if _copy(session, save, writer):
-            writer.publish()
-            return True
+        with _work(session, target, save.step, save.nbytes) as work:
+            if _copy(session, save, writer, work, is_last=is_last):
+                writer.publish()
+                work.complete()
+                return True
     except BaseException:
         writer.discard()
         raise
@@ -47,7 +47,13 @@ def write_shard(session: Session, create: Create, save: PendingSave) -> bool:
     return False
 
 
-def _copy(session: Session, save: PendingSave, writer: ShardWriter) -> bool:
+def _work(session: Session, target: Target, step: int, nbytes: int) -> Work:
+    return session.progress.begin("write", step=step, total_bytes=nbytes, tier=target.tier)
+
+
+def _copy(
+    session: Session, save: PendingSave, writer: ShardWriter, work: Work, *, is_last: bool
+) -> bool:
     """Write the data at once, and the header when it is there.
 
     If the save fails, its slot may be free and in use again before all is written: what was written
@@ -61,6 +67,8 @@ def _copy(session: Session, save: PendingSave, writer: ShardWriter) -> bool:
         part = slot.view[start : min(start + WRITE_BYTES, layout.nbytes)]
         writer.write(part, start)
         session.coordinator.progress(len(part))
+        save.written_bytes += len(part) * is_last
+        work.advance(len(part))
         part.release()
     save.sealed.wait()
     reader = session.memory.open_shard(save.id) if save.is_sealed else None
@@ -85,9 +93,10 @@ def write_to_disk(session: Session, save: PendingSave) -> bool | None:
     """
     on_disk, catalog = session.on_disk, session.catalog
     assert on_disk is not None
+    target = Target("disk", on_disk.disk.create_shard)
     while True:
         try:
-            return write_shard(session, on_disk.disk.create_shard, save)
+            return write_shard(session, target, save)
         except TierError as error:
             is_full = isinstance(error, TierFullError)
             # A restore may be about to read what would go.
@@ -102,57 +111,97 @@ def write_to_disk(session: Session, save: PendingSave) -> bool | None:
             return None
 
 
-def copy_sealed(session: Session, create: Create, snapshot_id: SnapshotId) -> SealedShard:
-    """Copy this rank's sealed file one tier outward, from the nearest tier that has it.
+def pass_on(session: Session, target: Target, save: PendingSave) -> None:
+    """Copy this rank's file from the disk to the root: by way of memory, as long as that still has it.
+
+    Memory is not held meanwhile, however long the root takes: a piece is copied before it is written.
 
     Raises:
-        TierError: There is no copy any more, or it cannot be read or written.
+        TierError: The disk has no file any more, or it cannot be read or written.
+    """
+    assert save.id is not None
+    assert session.on_disk is not None
+    on_disk = session.on_disk.disk.open_shard(save.id)
+    if on_disk is None:
+        raise _gone(session, save.id)
+    ring = Ring()
+    with on_disk:
+        writer = target.create(save.id, on_disk.nbytes)
+        try:
+            with _work(session, target, save.step, on_disk.nbytes) as work:
+
+                def arrived(data: memoryview, start: int) -> None:
+                    writer.write(data, start)
+                    session.coordinator.progress(len(data))
+                    work.advance(len(data))
+                    save.written_bytes += len(data)
+
+                start = 0
+                while start < on_disk.nbytes:
+                    place = ring.place(start, min(start + CHUNK_BYTES, on_disk.nbytes))
+                    if not _take_from_memory(session, save.id, start, place):
+                        break
+                    arrived(place, start)
+                    start += len(place)
+                end = on_disk.stream(start, on_disk.nbytes, ring.place, arrived)
+                if end != on_disk.nbytes:
+                    raise _short(on_disk, end)
+                writer.publish()
+                work.complete()
+        except BaseException:
+            writer.discard()
+            raise
+
+
+def _take_from_memory(
+    session: Session, snapshot_id: SnapshotId, start: int, place: memoryview
+) -> bool:
+    reader = session.memory.open_shard(snapshot_id)
+    if reader is None:
+        return False
+    with reader:
+        place[:] = reader.read(start, start + len(place))
+    return True
+
+
+def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> SealedShard:
+    """Copy this rank's sealed file from memory to a tier beyond it.
+
+    Raises:
+        TierError: Memory has it no more, or it cannot be written.
         FormatError, CorruptSnapshotError: It is damaged.
     """
-    with open_near(session, snapshot_id) as reader:
+    reader = session.memory.open_shard(snapshot_id)
+    if reader is None:
+        raise _gone(session, snapshot_id)
+    with reader:
         sealed = read_sealed_header(reader)
-        writer = create(snapshot_id, reader.nbytes)
+        writer = target.create(snapshot_id, reader.nbytes)
         try:
-            _pass_on(session, reader, writer)
-            writer.publish()
+            with _work(session, target, snapshot_id.step, reader.nbytes) as work:
+                for start in range(0, reader.nbytes, WRITE_BYTES):
+                    part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
+                    writer.write(part, start)
+                    session.coordinator.progress(len(part))
+                    work.advance(len(part))
+                    part.release()
+                writer.publish()
+                work.complete()
         except BaseException:
             writer.discard()
             raise
     return sealed
 
 
-def open_near(session: Session, snapshot_id: SnapshotId) -> ShardReader:
-    """This rank's sealed file in memory, else on the disk.
-
-    Raises:
-        TierError: Neither has it, or it cannot be opened.
-    """
-    found: ShardReader | None = session.memory.open_shard(snapshot_id)
-    if found is None and session.on_disk is not None:
-        found = session.on_disk.disk.open_shard(snapshot_id)
-    if found is None:
-        raise TierError(
-            f"rank {session.rank} has no copy of {snapshot_id} near it any more",
-            tier="memory", key=snapshot_id.name, operation="spill",
-        )  # fmt: skip
-    return found
+def _gone(session: Session, snapshot_id: SnapshotId) -> TierError:
+    return TierError(
+        f"rank {session.rank} has no copy of {snapshot_id} near it any more",
+        tier="memory", key=snapshot_id.name, operation="spill",
+    )  # fmt: skip
 
 
-def _pass_on(session: Session, reader: ShardReader, writer: ShardWriter) -> None:
-    def arrived(data: memoryview, start: int) -> None:
-        for begin in range(0, len(data), WRITE_BYTES):
-            part = data[begin : begin + WRITE_BYTES]
-            writer.write(part, start + begin)
-            session.coordinator.progress(len(part))
-            part.release()
-
-    def no_place(start: int, stop: int) -> memoryview:
-        raise AssertionError(f"mapped memory needs no place for [{start}, {stop})")
-
-    place = no_place if reader.is_mapped else Ring().place
-    end = reader.stream(0, reader.nbytes, place, arrived)
-    if end != reader.nbytes:
-        raise TierError(
-            f"{reader.source} ends after {end:,} of {reader.nbytes:,} bytes",
-            tier=reader.tier, key=reader.source, operation="read",
-        )  # fmt: skip
+def _short(reader: ShardReader, end: int) -> TierError:
+    return TierError(
+        f"{reader.source} ends after {end:,} of {reader.nbytes:,} bytes",
+        tier=reader.tier, key=reader.source, operation="read",
+    )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from shardstore.engine.plan import ShardPlanner, check_metadata, check_step
 from shardstore.engine.session import PendingSave, Session, failure_of
 from shardstore.engine.streaming import Streamer
+from shardstore.engine.transitions import of_memory
 from shardstore.errors import CoordinationError, TierError, TierFullError
 from shardstore.format.records import SnapshotId, TensorPiece, TensorRow
 from shardstore.format.shardfile import ShardLayout
@@ -91,6 +92,8 @@ class Stager:
                 metadata=save.metadata,
             )
         save.slot = slot = self._reserve(save, save.layout.nbytes)
+        for snapshot_id, nbytes in session.memory.take_evicted():
+            of_memory(session, "evicted", snapshot_id, nbytes)
         if save.broken is not None:
             return
         self._ops.point("stage")

@@ -49,9 +49,33 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Onto the root, until durable there. Digests are taken meanwhile."""
     commit: PhaseStats
     """From the call of `save` until all ranks knew that it is committed."""
+    restore: PhaseStats
+    """Successful calls of `restore` and `swapped`, as a whole; bytes of the tensors that were filled."""
     memory_used_bytes: int
     """Of the memory tier, whether in use or kept warm."""
+    memory_peak_bytes: int
+    """The most that `memory_used_bytes` has been."""
     memory_budget_bytes: int
+
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """A flat dict of plain numbers with stable keys, ready for a metrics logger.
+
+        Keys are the names of the fields, and for each phase (stage, digest, write, commit, restore)
+        `<phase>_count`, `<phase>_nbytes`, `<phase>_seconds` and `<phase>_gb_per_s`, as in
+        `wandb.log(store.stats().as_dict("shardstore/"))`.
+
+        Args:
+            prefix: Put before each key.
+        """
+        found: dict[str, int | float] = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, PhaseStats):
+                for part in ("count", "nbytes", "seconds", "gb_per_s"):
+                    found[f"{prefix}{name}_{part}"] = getattr(value, part)
+            else:
+                found[prefix + name] = value
+        return found
 
 
 class Meter:

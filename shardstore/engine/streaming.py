@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 import torch
 
+from shardstore.engine.progress import Work
 from shardstore.engine.session import Session
 from shardstore.engine.spans import SpanDigests
 from shardstore.format.records import ShardHeader, SnapshotId, TensorPiece
@@ -53,9 +54,14 @@ class Streamer:
             TierError: The root cannot be written to; nothing is left of the file then.
         """
         session = self._session
-        writer = session.create_outermost(snapshot_id, layout.nbytes)
+        target = session.outermost
+        writer = target.create(snapshot_id, layout.nbytes)
         try:
-            pieces = self._write_data(flat, layout, writer)
+            nbytes = layout.nbytes - layout.data_start
+            reporter, step = session.progress, snapshot_id.step
+            with reporter.begin("save", step=step, total_bytes=nbytes, tier=target.tier) as work:
+                pieces = self._write_data(flat, layout, writer, work)
+                work.complete()
             header = msgspec.structs.replace(header, run=snapshot_id.run, pieces=pieces)
             data = encode_header(header, layout)
             writer.write(memoryview(data), 0)
@@ -65,7 +71,7 @@ class Streamer:
         return Streamed(header, data, writer)
 
     def _write_data(
-        self, flat: FlatState, layout: ShardLayout, writer: ShardWriter
+        self, flat: FlatState, layout: ShardLayout, writer: ShardWriter, work: Work
     ) -> tuple[TensorPiece, ...]:
         pieces = list(flat.pieces)
 
@@ -86,15 +92,16 @@ class Streamer:
                 digests.feed(part, start)
                 if written is not None:
                     written.result()  # the buffer that is filled next
-                written = pool.submit(self._write, writer, part, start)
+                written = pool.submit(self._write, writer, part, start, work)
             if written is not None:
                 written.result()
         digests.finish()
         return tuple(pieces)
 
-    def _write(self, writer: ShardWriter, part: memoryview, start: int) -> None:
+    def _write(self, writer: ShardWriter, part: memoryview, start: int, work: Work) -> None:
         writer.write(part, start)
         self._session.coordinator.progress(len(part))
+        work.advance(len(part))
 
     def _reserved(self) -> list[memoryview]:
         while len(self._buffers) < _NUM_BUFFERS:

@@ -27,6 +27,8 @@ def stats_of(session: Session, pending: Sequence[PendingSave]) -> StoreStats:
         digest=meter.phase("digest"),
         write=meter.phase("write"),
         commit=meter.phase("commit"),
+        restore=meter.phase("restore"),
         memory_used_bytes=session.memory.used_bytes,
+        memory_peak_bytes=session.memory.peak_bytes,
         memory_budget_bytes=session.memory.budget_bytes,
     )

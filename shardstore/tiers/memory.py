@@ -64,6 +64,8 @@ class MemoryTier:
         self._told: set[str] = set()
         self.ask_spill: Callable[[SnapshotId], None] | None = None
         """Asks all ranks to spill a persist=False snapshot, whose memory this rank needs. Does not wait."""
+        self._peak_bytes = 0
+        self._evicted: list[tuple[SnapshotId, int]] = []
 
     @property
     def folder(self) -> str | None:
@@ -80,6 +82,26 @@ class MemoryTier:
         """Bytes of all slots, free ones included."""
         with self._changed:
             return self._used_bytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that `used_bytes` has been."""
+        with self._changed:
+            return max(self._peak_bytes, self._used_bytes())
+
+    def _note_going(self, slot: Slot) -> None:
+        """Before a slot goes or is free again. In between memory only grows: the peak is before one goes."""
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        if slot.state == "sealed" and slot.id is not None and not slot.is_failed:
+            self._evicted.append((slot.id, slot.nbytes))
+
+    def take_evicted(self) -> list[tuple[SnapshotId, int]]:
+        """Which snapshots, of how many bytes, were given up for later ones since the last call."""
+        if not self._evicted:
+            return []
+        with self._changed:
+            evicted, self._evicted = self._evicted, []
+        return evicted
 
     # ------------------------------------------------------------- joint facts
 
@@ -338,6 +360,7 @@ class MemoryTier:
         return slot
 
     def _drop(self, slot: Slot) -> None:
+        self._note_going(slot)
         self._slots.remove(slot)
         try:
             self._files.free(slot)
@@ -346,6 +369,7 @@ class MemoryTier:
 
     def _retire(self, slot: Slot) -> bool:
         """Make a slot free; False if its file is gone, and then the slot is as well."""
+        self._note_going(slot)
         try:
             self._files.retire(slot)
         except TierError as error:
@@ -356,6 +380,7 @@ class MemoryTier:
     def _lose(self, slot: Slot, error: TierError) -> None:
         """Somebody else removed a slot's file: nobody can find it by name any more, so let go of it."""
         self._tell("lost", f"{error}: files in {self.folder} are removed by somebody else")
+        self._note_going(slot)
         if slot in self._slots:
             self._slots.remove(slot)
         slot.unmap()
