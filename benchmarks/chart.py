@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Row, Table
+from benchmarks.table import Row, Table, figure
 
 _PANELS = (
     ("save blocks", r"save blocks(, per tensor)?$", "bare: warm copy"),
@@ -39,7 +39,7 @@ def draw(tables: list[Table], path: Path) -> None:
 
     contents = [[bars(table, pattern, bare) for _, pattern, bare in _PANELS] for table in tables]
     heights = [0.9 + _BAR_INCHES * max(1, *map(len, panels)) for panels in contents]
-    figure, grid = pyplot.subplots(
+    canvas, grid = pyplot.subplots(
         len(tables), 3, figsize=(17, sum(heights)), squeeze=False, height_ratios=heights
     )
     for table, axes, panels in zip(tables, grid, contents, strict=True):
@@ -47,9 +47,9 @@ def draw(tables: list[Table], path: Path) -> None:
             _draw_panel(axis, panel)
             axis.set_title(title, fontsize=10, loc="left")
         axes[0].set_title(f"{table.state}\n{_PANELS[0][0]}", fontsize=10, loc="left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=110)
+    pyplot.close(canvas)
 
 
 def _draw_panel(axis: Any, panel: list[tuple[str, Row]]) -> None:
@@ -57,7 +57,7 @@ def _draw_panel(axis: Any, panel: list[tuple[str, Row]]) -> None:
         is_ours = name.split(",")[0] == "shardstore"
         kind = "bare" if name.startswith("bare") else "ours" if is_ours else "peer"
         axis.barh(place, row.median, color=_COLOURS[kind], height=0.7)
-        axis.text(row.median, place, f" {row.median:.3g}", va="center", fontsize=8)
+        axis.text(row.median, place, f" {figure(row.median)}", va="center", fontsize=8)
     axis.set_yticks(range(len(panel)), [name for name, _ in panel], fontsize=8)
     axis.set_xlabel(_unit(panel), fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
