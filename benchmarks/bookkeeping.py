@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.children import call
+from benchmarks.table import Table
 from shardstore import SnapshotStore
 from shardstore.engine.catalog import Catalog
 from shardstore.format.digests import table_digest
@@ -44,34 +46,39 @@ def trained() -> Mapping[str, object]:
     return {"model": model, "optimizer": optimizer}
 
 
-def measure(label: str, state: Mapping[str, object], folder: Path, runs: int) -> None:
-    """Print microseconds per tensor."""
-    blocked, committed = [], []
-    with SnapshotStore(folder / "root", memory="64MiB", keep=2) as store:
-        for step in range(runs + 3):
+def measure(state: Mapping[str, object], folder: Path) -> dict[str, float]:
+    """Seconds of the first save of a process and store, of a later one, and of a restore."""
+    with SnapshotStore(folder, memory="64MiB", keep=2) as store:
+        blocked, committed = [], []
+        for step in range(6):
             started = time.perf_counter()
             snapshot = store.save(state, step=step)
             blocked.append(time.perf_counter() - started)
             snapshot.wait()
             committed.append(time.perf_counter() - started)
-        report = store.restore(state)
-    figures = {
+        restored_s = store.restore(state).duration_s
+    return {
         "first save": blocked[0],
         "save": statistics.median(blocked[3:]),
         "until committed": statistics.median(committed[3:]),
-        "restore": report.duration_s,
+        "restore": restored_s,
     }
-    print(
-        f"{label}: " + ", ".join(f"{k} {v / NUM_TENSORS * 1e6:.1f} us" for k, v in figures.items())
-    )
 
 
-def headers(num_ranks: int) -> dict[int, tuple[ShardHeader, int, str]]:
+def _measure_plain(folder: Path) -> dict[str, float]:
+    return measure(plain(), folder)
+
+
+def _measure_trained(folder: Path) -> dict[str, float]:
+    return measure(trained(), folder)
+
+
+def headers(num_ranks: int, num_tensors: int) -> dict[int, tuple[ShardHeader, int, str]]:
     """Headers of an FSDP job, as rank 0 has them at the commit."""
     mesh = Mesh((num_ranks,), ("fsdp",), "cuda", tuple(range(num_ranks)))
     table = tuple(
         TensorRow(("model", f"layers.{i}.weight"), "bfloat16", (num_ranks, 64), (Placement("Shard", 0),), 0)
-        for i in range(NUM_TENSORS)
+        for i in range(num_tensors)
     )  # fmt: skip
     digest = table_digest(table)
     return {
@@ -89,20 +96,25 @@ def headers(num_ranks: int) -> dict[int, tuple[ShardHeader, int, str]]:
     }  # fmt: skip
 
 
-def many_ranks(folder: Path, num_snapshots: int) -> None:
-    """Print size and time of a manifest, and the time of listing many."""
-    found = headers(NUM_RANKS)
+def many_ranks(table: Table, folder: Path, num_snapshots: int) -> None:
+    """Add size and time of a manifest of many ranks, and the time of listing many snapshots."""
+    whole = f"bookkeeping, manifest of {NUM_RANKS} ranks x {NUM_TENSORS} tensors"
     started = time.perf_counter()
-    manifest = build_manifest(found, created=0.0, metadata=None, writer={})
+    manifest = build_manifest(
+        headers(NUM_RANKS, NUM_TENSORS), created=0.0, metadata=None, writer={}
+    )
     data = encode_manifest(manifest)
-    built_s = time.perf_counter() - started
+    table.add(f"{whole}: built", (time.perf_counter() - started) * 1e3, "ms")
     started = time.perf_counter()
     assert decode_manifest(data, source="here", expect=None) == manifest
-    read_s = time.perf_counter() - started
-    print(
-        f"manifest of {NUM_RANKS} ranks x {NUM_TENSORS} tensors: {len(data) / 1e6:.1f} MB, "
-        f"built in {built_s:.2f} s, read and checked in {read_s:.2f} s"
-    )
+    table.add(f"{whole}: read and checked", (time.perf_counter() - started) * 1e3, "ms")
+    table.add(whole, len(data) / 1e6, "MB")
+    parts = 0
+    for num_ranks, num_tensors in ((NUM_RANKS, 1), (1, NUM_TENSORS)):
+        found = headers(num_ranks, num_tensors)
+        part = build_manifest(found, created=0.0, metadata=None, writer={})
+        parts += len(encode_manifest(part))
+    table.add(f"bookkeeping, manifests of {NUM_RANKS} x 1 and 1 x {NUM_TENSORS}", parts / 1e6, "MB")
     root = folder / "many"
     with SnapshotStore(root, memory=0) as store:
         for step in range(num_snapshots):
@@ -110,22 +122,35 @@ def many_ranks(folder: Path, num_snapshots: int) -> None:
         catalog = Catalog(DiskTier(str(root), name="root", ops=FileOps()))
         started = time.perf_counter()
         assert len(catalog.committed()) == num_snapshots
-        print(f"listing {num_snapshots} snapshots: {time.perf_counter() - started:.2f} s")
+        listed_s = time.perf_counter() - started
+    table.add(f"bookkeeping, {num_snapshots} snapshots listed", listed_s * 1e3, "ms")
+
+
+def bookkeeping(table: Table, folder: Path) -> None:
+    """Fill all rows; each run of each state in a process of its own."""
+    for run in range(table.runs):
+        for label, of_state in (
+            ("plain tensors", _measure_plain),
+            ("module and AdamW", _measure_trained),
+        ):
+            for name, seconds in call(of_state, folder / f"{label}-{run}").items():
+                table.add(f"bookkeeping, {label}: {name}", seconds / NUM_TENSORS * 1e6, "us")
+    many_ranks(table, folder, NUM_SNAPSHOTS if table.runs > 1 else 20)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, help="of no meaning here", default=0)
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shardstore-benchmark-"))
+    table = Table(f"{NUM_TENSORS:,} tensors", 0, options.runs)
     try:
-        measure("plain tensors", plain(), folder / "plain", options.runs)
-        measure("module and AdamW", trained(), folder / "trained", options.runs)
-        many_ranks(folder, NUM_SNAPSHOTS if options.runs > 1 else 20)
+        bookkeeping(table, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    for name, row in table.rows.items():
+        print(f"{name:66} {statistics.median(row.values):8.2f} {row.unit}")
 
 
 if __name__ == "__main__":

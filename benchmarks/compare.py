@@ -1,212 +1,69 @@
-"""Ours, the peers and the bare machine, alternating in one process on one state and disk.
+"""Ours, the peers and the bare machine on one state and disk, and every target with its ratio.
 
-    python -m benchmarks.compare                      # 1 GiB in 64 tensors, 5 runs
-    python -m benchmarks.compare --mib 64 --runs 2    # a quick look
+    python -m benchmarks.compare                            # 1 GiB in 64 tensors, 5 runs
+    python -m benchmarks.compare --state gpt                # FSDP2 and AdamW, 4 GiB over 2 ranks
+    python -m benchmarks.compare --state tiny               # 10,000 tensors
+    python -m benchmarks.compare --state all --json FILE    # for `python -m benchmarks.report FILE`
+    python -m benchmarks.compare --mib 64 --runs 2          # a quick look
 
+Systems take turns, in the opposite order each other run. All use one state, one disk and one process; a cold read
+comes after the file's pages were dropped from the page cache. Each system first saves and loads once,
+and must load the right values. Packages that are not installed, or fail, are listed as not measured.
 Absolute figures swing with the neighbours of a machine; ratios of medians in one run are what counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import platform
 import shutil
-import signal
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections import defaultdict
 from pathlib import Path
 
-import torch
-from torch._C._distributed_c10d import HashStore
+from benchmarks import states
+from benchmarks.bookkeeping import bookkeeping
+from benchmarks.facts import facts
+from benchmarks.gpt import num_layers
+from benchmarks.memory import peaks
+from benchmarks.ranks import NUM_RANKS, gpt
+from benchmarks.restarts import restarts
+from benchmarks.single import compare, per_tensor
+from benchmarks.slowdown import slowdowns
+from benchmarks.table import Table
+from benchmarks.targets import OF_STATE
 
-from benchmarks import machine
-from benchmarks.systems import PEERS, DCPAsyncShared, Shardstore, System
-
-NUM_TENSORS = 64
-
-
-def make_state(nbytes: int) -> dict[str, torch.Tensor]:
-    """Equal float32 tensors, every page touched."""
-    numel = nbytes // NUM_TENSORS // 4
-    return {f"t{i}": torch.full((numel,), float(i)) for i in range(NUM_TENSORS)}
-
-
-class Table:
-    """Seconds by row, and what they are worth against each other."""
-
-    def __init__(self, nbytes: int) -> None:
-        """`nbytes` turns seconds into GB/s."""
-        self.nbytes = nbytes
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-
-    def add(self, row: str, seconds: float) -> None:
-        """Note one measurement."""
-        self.seconds[row].append(seconds)
-
-    def median_s(self, row: str) -> float:
-        """Median of a row."""
-        return statistics.median(self.seconds[row])
-
-    def speed_ratio(self, row: str, against: str) -> float:
-        """How many times as fast as another row."""
-        return self.median_s(against) / self.median_s(row)
-
-    def print(self) -> None:
-        """All rows: median, spread, GB/s."""
-        print(f"{'':58} {'median':>9} {'best':>9} {'worst':>9} {'GB/s':>7}")
-        for row, found in self.seconds.items():
-            median = statistics.median(found)
-            speed = self.nbytes / median / 1e9
-            print(f"{row:58} {median:8.3f}s {min(found):8.3f}s {max(found):8.3f}s {speed:7.2f}")
+MIB = 1 << 20
 
 
-def compare(table: Table, folder: Path, *, runs: int) -> None:
-    """Fill the table."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    state = make_state(table.nbytes)
-    copy = {name: tensor.clone() for name, tensor in state.items()}
-    huge = machine.huge_pages(table.nbytes)
-    ours = Shardstore(folder / "ours", memory=2 * table.nbytes + (64 << 20))
-    peers = [peer(folder / str(i)) for i, peer in enumerate(PEERS)]
-    for system in (ours, *peers):
-        system.save(state)  # warm
-    for run in range(runs):
-        _measure_machine(table, state, copy, huge, folder)
-        _measure_first_save(table, state, folder / "first")
-        for system in (ours, *peers) if run % 2 else (*peers, ours):
-            table.add("bare: warm copy", machine.warm_copy_s(state, copy))
-            _measure_save(table, system, state)
-            if isinstance(system, Shardstore):
-                table.add("shardstore: restore from memory, same process", ours.load_memory(state))
-            elif not isinstance(system, DCPAsyncShared):
-                table.add(f"{system.name}: load, cold", system.load(state))
-    for system in (ours, *peers):
-        system.close()
-    torch.distributed.destroy_process_group()
+def measure(state: str, mib: int, runs: int, folder: Path) -> Table:
+    """All rows of one state."""
+    table = Table(_words(state, mib), mib * MIB, runs)
+    table.targets = list(OF_STATE[state])
+    folder.mkdir()
+    if state == "gpt":
+        gpt(table, folder)
+    elif state == "tiny":
+        num_tensors = states.num_tiny(mib)
+        table.nbytes = num_tensors * states.TINY_BYTES
+        compare(table, folder, functools.partial(states.tiny, num_tensors), with_machine=False)
+        per_tensor(table, num_tensors)
+    else:
+        compare(table, folder, functools.partial(states.large, table.nbytes), with_machine=True)
+        restarts(table, folder)
+        peaks(table, folder)
+        slowdowns(table, folder)
+        bookkeeping(table, folder)
+    return table
 
 
-def _measure_machine(
-    table: Table,
-    state: dict[str, torch.Tensor],
-    copy: dict[str, torch.Tensor],
-    huge: memoryview,
-    folder: Path,
-) -> None:
-    table.add("bare: warm copy, one thread", machine.one_thread_copy_s(state, copy))
-    table.add("bare: first touch of tmpfs", machine.first_touch_s(table.nbytes))
-    path = folder / "bare"
-    table.add("bare: write + fsync", machine.bare_write_s(huge, path))
-    table.add("bare: cold read", machine.bare_read_s(path, huge))
-    path.unlink()
-
-
-def _measure_first_save(table: Table, state: dict[str, torch.Tensor], folder: Path) -> None:
-    fresh = Shardstore(folder, memory=2 * table.nbytes + (64 << 20))
-    fresh.warmup(state)
-    table.add("shardstore: first save after warmup, blocked", fresh.save(state)[0])
-    fresh.close()
-
-
-def _measure_save(table: Table, system: System, state: dict[str, torch.Tensor]) -> None:
-    blocked_s, durable_s = system.save(state)
-    table.add(f"{system.name}: save blocks", blocked_s)
-    table.add(f"{system.name}: save until durable", durable_s)
-    if isinstance(system, Shardstore):
-        table.add("shardstore: from the return of save to committed", durable_s - blocked_s)
-
-
-# ------------------------------------------------------------ restarts, each in a process of its own
-
-
-def _life(command: str, folder: Path, nbytes: int, *options: str) -> dict[str, float]:
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare", "--life", command, "--folder", str(folder),
-         "--bytes", str(nbytes), *options],
-        stdout=subprocess.PIPE, check=False, text=True,
-    )  # fmt: skip
-    expected = -signal.SIGKILL if command == "die" else 0
-    assert run.returncode == expected, run.returncode
-    return {} if command == "die" else dict(json.loads(run.stdout))
-
-
-def restarts(table: Table, folder: Path, *, runs: int) -> None:
-    """Save, SIGKILL, and restore in a new process: from memory, from disk fresh, and from disk warm."""
-    for run in range(runs):
-        own = folder / f"restart-{run}"
-        _life("die", own, table.nbytes)
-        for row, seconds in _life("memory", own, table.nbytes).items():
-            table.add(row, seconds)
-        for command in ("cold", "warm"):
-            for row, seconds in _life(command, own, table.nbytes).items():
-                table.add(row, seconds)
-        shutil.rmtree(own)
-
-
-def _live(command: str, folder: Path, nbytes: int) -> None:
-    from shardstore import SnapshotStore
-
-    state = make_state(nbytes)
-    memory = nbytes + (64 << 20)
-    if command == "die":
-        store = SnapshotStore(folder, memory=memory, name=f"benchmark-{folder.name}-{os.getppid()}")
-        store.save(state, step=1).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    for tensor in state.values():
-        tensor.zero_()
-    name = f"benchmark-{folder.name}-{os.getppid()}" if command == "memory" else None
-    with SnapshotStore(folder, memory=memory, name=name) as store:
-        if command == "warm":
-            store.warmup(state)
-        machine.drop_cache(folder)
-        started = time.perf_counter()
-        report = store.restore(state)
-        taken_s = time.perf_counter() - started
-        assert report.tier.startswith("memory" if command == "memory" else "root"), report.tier
-    assert all(bool((tensor == i).all()) for i, tensor in enumerate(state.values()))
-    rows = {
-        "memory": "shardstore: restore from memory after SIGKILL",
-        "cold": "shardstore: restore from disk, cold, fresh process",
-        "warm": "shardstore: restore from disk, cold, warmed slot",
-    }
-    found = {rows[command]: taken_s}
-    if command == "warm":
-        found["shardstore: read and verify from disk, cold, warmed slot"] = report.verify_s
-    print(json.dumps(found))
-
-
-def report_ratios(table: Table) -> list[tuple[str, float, str, bool]]:
-    """The targets of the design that one process can show: what, ratio, target, met."""
-    speed = table.speed_ratio
-    blocks = "shardstore: save blocks"
-    after = "shardstore: from the return of save to committed"
-    whole = "shardstore: save until durable"
-    found = [
-        ("save blocks / warm copy", 1 / speed(blocks, "bare: warm copy"), "<= 1.15"),
-        ("first save after warmup / steady", 1 / speed("shardstore: first save after warmup, blocked", blocks), "<= 1.15"),
-        ("save blocks / DCP async_save", 1 / speed(blocks, "DCP async_save: save blocks"), "<= 0.33"),
-        ("save blocks / DCP async_save, reused shared memory", 1 / speed(blocks, "DCP async_save, reused shared memory: save blocks"), "<= 1.05"),
-        ("return -> committed, speed against bare write", speed(after, "bare: write + fsync"), ">= 0.85"),
-        ("start -> committed, speed against bare write", speed(whole, "bare: write + fsync"), ">= 0.70"),
-        ("until durable, speed against DCP save", speed(whole, "DCP save: save until durable"), ">= 1.50"),
-        ("until durable, speed against save_file + fsync", speed(whole, "safetensors save_file + fsync: save until durable"), ">= 1.50"),
-        ("restore from memory after SIGKILL, speed against one-thread copy", speed("shardstore: restore from memory after SIGKILL", "bare: warm copy, one thread"), ">= 0.45"),
-        ("read and verify from disk, speed against bare cold read", speed("shardstore: read and verify from disk, cold, warmed slot", "bare: cold read"), ">= 0.95"),
-        ("restore from disk, warmed slot, speed against bare cold read", speed("shardstore: restore from disk, cold, warmed slot", "bare: cold read"), ">= 0.65"),
-        ("restore from disk, fresh process, speed against bare cold read", speed("shardstore: restore from disk, cold, fresh process", "bare: cold read"), ">= 0.45"),
-        ("restore from disk, warmed slot, speed against DCP load", speed("shardstore: restore from disk, cold, warmed slot", "DCP save: load, cold"), ">= 1.30"),
-    ]  # fmt: skip
-    return [(what, ratio, target, _is_met(ratio, target)) for what, ratio, target in found]
-
-
-def _is_met(ratio: float, target: str) -> bool:
-    relation, limit = target.split()
-    return ratio <= float(limit) if relation == "<=" else ratio >= float(limit)
+def _words(state: str, mib: int) -> str:
+    if state == "gpt":
+        depth, width = num_layers(mib * MIB)
+        return f"gpt: {depth} layers of 7 tensors and width {width}, with AdamW moments, {mib} MiB over {NUM_RANKS} ranks"
+    if state == "tiny":
+        return f"tiny: {states.num_tiny(mib):,} tensors of 1 KiB, one process"
+    return f"large: {mib} MiB in {states.NUM_LARGE} tensors, one process"
 
 
 def main() -> None:
@@ -214,31 +71,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--state", choices=[*OF_STATE, "all"], default="large")
+    parser.add_argument("--mib", type=int, help="size of the state; default: as above")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
         "--folder", type=Path, help="on the disk to measure; default: a temporary one"
     )
-    parser.add_argument("--life", choices=["die", "memory", "cold", "warm"], help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
-    if options.life:
-        _live(options.life, options.folder, options.bytes)
-        return
+    if options.runs < 1 or (options.mib is not None and options.mib < 1):
+        parser.error("--runs and --mib must be at least 1")
     folder = Path(tempfile.mkdtemp(prefix="shardstore-benchmark-", dir=options.folder))
-    table = Table(options.mib << 20)
+    tables: list[Table] = []
+    machine = facts(folder)
     try:
-        compare(table, folder, runs=options.runs)
-        restarts(table, folder, runs=options.runs)
+        for state in OF_STATE if options.state == "all" else [options.state]:
+            mib = options.mib or states.DEFAULT_MIB[state]
+            table = measure(state, mib, options.runs, folder / state)
+            shutil.rmtree(folder / state)
+            table.print()
+            tables.append(table)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(
-        f"{options.mib} MiB in {NUM_TENSORS} tensors, {options.runs} runs, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}\n"
-    )
-    table.print()
-    print()
-    for what, ratio, target, met in report_ratios(table):
-        print(f"{what:68} {ratio:6.2f}  {target:8} {'met' if met else 'NOT MET'}")
+    if options.json is not None:
+        size = "" if options.mib is None else f" --mib {options.mib}"
+        results = {
+            "command": f"python -m benchmarks.compare --state {options.state}{size} --runs {options.runs}",
+            "machine": machine,
+            "tables": [table.to_json() for table in tables],
+        }
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -100,3 +100,11 @@ def drop_cache(path: Path) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def fill_cache(path: Path) -> None:
+    """Read files, or all files of a folder, into the page cache."""
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(CHUNK_BYTES):
+                pass

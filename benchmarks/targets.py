@@ -1,0 +1,65 @@
+"""What shardstore is held to: ratios of medians of one run, and bounds."""
+
+from __future__ import annotations
+
+from benchmarks.table import Target
+
+_BLOCKS = "shardstore: save blocks"
+_BIG_BLOCKS = "shardstore: save blocks, 64 MiB tensors"
+_AFTER = "shardstore: from the return of save to committed"
+_DURABLE = "shardstore: save until durable"
+_SIGKILL = "shardstore: restore from memory after SIGKILL"
+_VERIFY = "shardstore: read and verify from disk, cold, warmed slot"
+_WARMED = "shardstore: restore from disk, cold, warmed slot"
+_FRESH = "shardstore: restore from disk, cold, fresh process"
+_COPY = "bare: warm copy"
+_ONE_THREAD = "bare: warm copy, one thread"
+_WRITE = "bare: write + fsync"
+_READ = "bare: cold read"
+
+
+def _speed(what: str, of: str, by: str, limit: str) -> Target:
+    return Target(what, of, limit, by, is_speed=True)
+
+
+LARGE = (
+    Target("save blocks / bare warm copy", _BLOCKS, "<= 1.15", _COPY),
+    Target("save blocks / DCP async_save, 64 MiB tensors", _BIG_BLOCKS, "<= 0.33", "DCP async_save: save blocks, 64 MiB tensors"),
+    Target("save blocks / DCP async_save", _BLOCKS, "<= 1.00", "DCP async_save: save blocks"),
+    Target("save blocks / DCP async_save, reused shared memory", _BLOCKS, "<= 1.05", "DCP async_save, reused shared memory: save blocks"),
+    Target("first save after warmup / later ones", "shardstore: first save after warmup, blocked", "<= 1.15", _BLOCKS),
+    _speed("return of save to committed, speed against bare write + fsync", _AFTER, _WRITE, ">= 0.85"),
+    _speed("start of save to committed, speed against bare write + fsync", _DURABLE, _WRITE, ">= 0.70"),
+    _speed("start of save to committed, speed against DCP save", _DURABLE, "DCP save: save until durable", ">= 1.50"),
+    _speed("start of save to committed, speed against save_file + fsync", _DURABLE, "safetensors save_file + fsync: save until durable", ">= 1.50"),
+    _speed("restore from memory after SIGKILL, speed against one-thread copy", _SIGKILL, _ONE_THREAD, ">= 0.45"),
+    _speed("restore from memory after SIGKILL on one CPU, speed against one-thread copy", f"{_SIGKILL}, one CPU", _ONE_THREAD, ">= 0.33"),
+    _speed("restore from memory after SIGKILL, speed against DCP load, warm page cache", _SIGKILL, "DCP save: load, warm page cache", ">= 1.20"),
+    _speed("read and verify from disk, speed against bare cold read", _VERIFY, _READ, ">= 0.95"),
+    _speed("restore from disk, warmed slot, speed against bare cold read", _WARMED, _READ, ">= 0.65"),
+    _speed("restore from disk, fresh process, speed against bare cold read", _FRESH, _READ, ">= 0.45"),
+    _speed("restore from disk, warmed slot, speed against DCP load, cold", _WARMED, "DCP save: load, cold", ">= 1.30"),
+    Target("peak memory beyond state and budget, MiB", "shardstore: peak memory beyond the state and the budget", "<= 256"),
+    Target("the same with a budget of half the state, MiB", "shardstore, budget of half the state: peak memory beyond the state and the budget", "<= 256"),
+    Target("pure Python slowed while spilling, %", "shardstore: pure Python loop slowed while writing", "<= 5"),
+    Target("all-core torch loop loses while spilling, s per GiB", "shardstore: all-core torch loop loses while writing", "<= 0.10"),
+    Target("10,000 plain tensors, each save, us per tensor", "bookkeeping, plain tensors: save", "<= 5"),
+    Target("10,000 plain tensors, first save, us per tensor", "bookkeeping, plain tensors: first save", "<= 40"),
+    Target("module and AdamW of 10,000 tensors, each save, us per tensor", "bookkeeping, module and AdamW: save", "<= 5"),
+    Target("module and AdamW of 10,000 tensors, first save, us per tensor", "bookkeeping, module and AdamW: first save", "<= 40"),
+    Target("manifest of 4,096 ranks x 10,000 tensors / those of 4,096 x 1 and 1 x 10,000", "bookkeeping, manifest of 4096 ranks x 10000 tensors", "<= 1.05", "bookkeeping, manifests of 4096 x 1 and 1 x 10000"),
+)  # fmt: skip
+
+GPT = (
+    Target("save blocks / bare warm copy", _BLOCKS, "<= 1.15", _COPY),
+    Target("save blocks / DCP async_save", _BLOCKS, "<= 1.00", "DCP async_save: save blocks"),
+    _speed("start of save to committed, speed against DCP save", _DURABLE, "DCP save: save until durable", ">= 1.50"),
+    _speed("restore from disk, fresh process, speed against DCP load, cold, fresh process", _FRESH, "DCP save: restore from disk, cold, fresh process", ">= 1.30"),
+)  # fmt: skip
+
+TINY = (
+    Target("save blocks / DCP async_save", f"{_BLOCKS}, per tensor", "<= 1.00", "DCP async_save: save blocks, per tensor"),
+    _speed("start of save to committed, speed against DCP save", f"{_DURABLE}, per tensor", "DCP save: save until durable, per tensor", ">= 1.50"),
+)  # fmt: skip
+
+OF_STATE = {"large": LARGE, "gpt": GPT, "tiny": TINY}
