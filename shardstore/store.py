@@ -27,6 +27,7 @@ from shardstore.engine.stats import StoreStats
 from shardstore.engine.summary import stats_of
 from shardstore.engine.swap import PrivateCopy
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
+from shardstore.state.overlap import StepGuard
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.limits import parse_bytes
 
@@ -109,6 +110,7 @@ class SnapshotStore:
         self._failures = Failures(self._session, only_warn=on_error == "warn")
         self._pipeline = SavePipeline(self._session, self._failures, ops)
         self._stager = Stager(self._session, ops, on_full=on_full, number=self._pipeline.number)
+        self._guard = StepGuard(self._options.timeout_s)
         self._restorer: Restorer | None = None
         self._leaver = Leaver(
             self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
@@ -124,16 +126,30 @@ class SnapshotStore:
         step: int,
         metadata: object = None,
         persist: bool = True,
+        overlap: bool = False,
     ) -> Snapshot:
         """Copy the state of this rank, at a step boundary. All ranks.
 
         On return the state may change. Writing, and agreeing with the other ranks, goes on behind.
+
+        With `overlap` the copy of what an optimizer in `state` holds, its parameters and its state for
+        them, goes on behind as well, during the next forward and backward; every `step` of every
+        torch optimizer waits for it by itself (also inside Accelerate's wrapper or a backward), and so
+        do `save`, `restore`, `swapped`, `delete` and `close`. Everything else is copied on return:
+        buffers, averages, frozen weights, plain tensors, leaves. Moving parameters (`p.data = ...`,
+        `module.to`) is fine; resharding and clipping gradients do not change them. Whoever writes to
+        them in place by other means calls `snapshot.staged.result()` first: `load_state_dict` of a
+        module, a step replayed from a CUDA graph, `untyped_storage().resize_`, SAM's `first_step`,
+        ScheduleFree's `train` and `eval`, optimizers that are no torch.optim.Optimizer.
 
         Args:
             state: Names to modules, optimizers, objects with state_dict, tensors, plain values.
             step: Step, equal on all ranks.
             metadata: JSON; rank 0's is in the manifest.
             persist: False keeps it in memory only, until it is deleted; `keep` does not count it.
+            overlap: Return before parameters and optimizer state are copied. Without effect on this
+                rank for a state that is streamed, or in which no optimizer is found. If the late copy
+                fails, the save fails as it does for any failure behind.
 
         Raises:
             UnsupportedStateError: Something cannot be stored; the text says what and where.
@@ -153,7 +169,8 @@ class SnapshotStore:
             created=time.time(),
         )
         try:
-            self._stager.stage(save, state, step=step, metadata=metadata)
+            self._guard.wait()
+            self._stager.stage(save, state, step=step, metadata=metadata, overlap=overlap)
         except BaseException as error:
             save.raised = failure_of(error, self._session.rank)
             if save.slot is not None:
@@ -165,10 +182,14 @@ class SnapshotStore:
                 self._session.warn("raised with another error of this save: %s", earlier)
             raise
         self._session.meter.save_blocked_s = time.monotonic() - save.started
-        save.staged.set_result(None)
+        if save.late is None:
+            save.staged.set_result(None)
+        else:
+            self._guard.watch(save.late)
         self._pipeline.submit(save)
         earlier = self._failures.due_at(self._count)
         if earlier is not None:
+            self._guard.wait()  # the caller gets no handle to wait with
             raise earlier
         return Snapshot(save)
 
@@ -244,6 +265,7 @@ class SnapshotStore:
         problem: BaseException | None = None,
     ) -> RestoreReport | None:
         self._round += 1
+        self._guard.wait()
         self._wait_own_seals()
         self._restorer = Restorer(
             self._session,
@@ -281,6 +303,7 @@ class SnapshotStore:
         self._check_open("swapped")
         copy, problem = None, None
         try:
+            self._guard.wait()
             copy = PrivateCopy(self._session, state)
         except BaseException as error:  # noqa: BLE001 - all ranks must hear of it first
             problem = error
@@ -326,6 +349,7 @@ class SnapshotStore:
         self._check_open("delete")
         self._round += 1
         number = check_step(step)
+        self._guard.wait()
         self._leaver.wait_outcomes(self._options.timeout_s)
         delete_step(self._session, number, name=f"delete/{self._round}")
 
@@ -358,6 +382,7 @@ class SnapshotStore:
         self._check_open("close")
         self._state = "closed"
         try:
+            self._guard.close()
             error = self._leaver.close(keep_memory=keep_memory)
         except BaseException:  # an interrupt: own seals and spills go on behind
             self._leaver.abandon()
@@ -368,6 +393,7 @@ class SnapshotStore:
     def _abandon(self, why: str) -> None:
         if self._state != "closed":
             self._state, self._why_closed = "closed", why
+            self._guard.close()
             self._leaver.abandon()
 
     def take_leave(self, why: str) -> None:
