@@ -9,7 +9,8 @@ holds no lock of Python's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -40,6 +41,7 @@ class DeviceCopy:
         self._pairs: Sequence[Pair] = pairs
         self._sources: list[torch.Tensor] = []
         self._page_lock = page_lock
+        self._device = device
         self._stream = _side_stream(device)
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record(torch.cuda.current_stream(device))
@@ -48,8 +50,7 @@ class DeviceCopy:
         """Give the device all that it can do without the host. Call `finish` whatever this raises."""
         if self._page_lock is None:
             return
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
+        with self._on_stream():
             self._sources = [_resolved(source) for _, source in self._pairs]
             torch._foreach_copy_(
                 [target for target, _ in self._pairs], self._sources, non_blocking=True
@@ -64,9 +65,19 @@ class DeviceCopy:
             self._stream.synchronize()
             self._pairs, self._sources, self._page_lock = (), [], None
 
-    def _copy_through_ring(self) -> None:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Behind what the current stream had to do.
+
+        The device comes first: leaving a stream of another device sets the thread's own again, which for
+        a new thread is the first of the host, and that would make a context there for every rank.
+        """
+        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
+            yield
+
+    def _copy_through_ring(self) -> None:
+        with self._on_stream():
             try:
                 # torch keeps such memory for the next time.
                 buffers = [
