@@ -303,7 +303,6 @@ class SnapshotStore:
         self._check_open("swapped")
         copy, problem = None, None
         try:
-            self._guard.wait()
             copy = PrivateCopy(self._session, state)
         except BaseException as error:  # noqa: BLE001 - all ranks must hear of it first
             problem = error

@@ -133,6 +133,7 @@ def test_parameters_that_are_moved_meanwhile_are_stored_as_they_were(
 ) -> None:
     held, state = hold(), trained()
     before = values(state)
+    held.store.save(state, step=0)  # the next one remembers the structure
     held.store.save(state, step=1, overlap=True)
     assert held.reached.wait(20)
     for parameter in state["model"].parameters():
@@ -365,6 +366,24 @@ def test_a_step_past_the_deadline_goes_on_and_its_snapshot_is_dropped(
         held.store.close()
 
 
+def test_a_restore_past_the_deadline_goes_on_and_the_snapshot_is_dropped(
+    hold: Callable[..., Held],
+) -> None:
+    held, state = hold(timeout_s=0.5), trained()
+    held.store.save(state, step=1).wait(20)
+    before = values(state)
+    state["optimizer"].step()
+    snapshot = held.store.save(state, step=2, overlap=True)
+    assert held.reached.wait(20)
+    held.store.restore(state, step=1)
+    assert same(values(state), before)
+    held.go.set()
+    with pytest.raises(SaveFailedError, match="may be of two steps"):
+        snapshot.wait(20)
+    with pytest.raises(SaveFailedError):
+        held.store.close()
+
+
 @pytest.mark.parametrize("memory", [0, "64MiB"])
 def test_a_state_that_is_streamed_or_has_no_optimizer_is_copied_before_save_returns(
     hold: Callable[..., Held], memory: int | str
@@ -412,7 +431,8 @@ def test_every_byte_is_counted_once(open_store: OpenStore) -> None:
     assert store.stats().stage.nbytes == 2 * whole
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces torch's own optimizers
+# Torch warns of itself while it traces its own optimizers; of the hook it must see nothing.
+@pytest.mark.filterwarnings("ignore", "error:Dynamo does not know how to trace")
 def test_an_optimizer_step_that_is_compiled_waits(
     hold: Callable[..., Held], behind: ThreadPoolExecutor
 ) -> None:
