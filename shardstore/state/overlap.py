@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -194,11 +195,15 @@ def _held_memory(state: Mapping[str, object]) -> set[Place]:
     for optimizer in _optimizers_of(state):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                held.add(_place(dtensor.peek_local(parameter)))
                 entry = optimizer.state.get(parameter)
-                for value in entry.values() if isinstance(entry, dict) else ():
-                    if isinstance(value, torch.Tensor):
-                        held.add(_place(dtensor.peek_local(value)))
+                values = entry.values() if isinstance(entry, dict) else ()
+                held.update(
+                    _place(local)
+                    for value in (parameter, *values)
+                    if isinstance(value, torch.Tensor)
+                    and (local := dtensor.peek_local(value)).layout is torch.strided
+                    and type(local) in (torch.Tensor, nn.Parameter)
+                )
     return held
 
 

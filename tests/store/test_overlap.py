@@ -354,7 +354,7 @@ def test_a_late_copy_that_fails_fails_the_save_and_not_the_step(open_store: Open
 def test_a_step_past_the_deadline_goes_on_and_its_snapshot_is_dropped(
     hold: Callable[..., Held],
 ) -> None:
-    held, state = hold(timeout_s=0.5), trained()
+    held, state = hold(timeout_s=2.0), trained()
     snapshot = held.store.save(state, step=1, overlap=True)
     assert held.reached.wait(20)
     state["optimizer"].step()
@@ -369,7 +369,7 @@ def test_a_step_past_the_deadline_goes_on_and_its_snapshot_is_dropped(
 def test_a_restore_past_the_deadline_goes_on_and_the_snapshot_is_dropped(
     hold: Callable[..., Held],
 ) -> None:
-    held, state = hold(timeout_s=0.5), trained()
+    held, state = hold(timeout_s=2.0), trained()
     held.store.save(state, step=1).wait(20)
     before = values(state)
     state["optimizer"].step()
