@@ -36,6 +36,7 @@ from shardstore.engine.summary import stats_of
 from shardstore.engine.swap import PrivateCopy
 from shardstore.engine.transitions import report_staged, staged
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
+from shardstore.state.overlap import StepGuard
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.limits import parse_bytes
 
@@ -136,6 +137,7 @@ class SnapshotStore:
         kept = KeptSnapshots(self._session, ops)
         self._pipeline = SavePipeline(self._session, self._failures, kept, ops)
         self._stager = Stager(self._session, ops, on_full=on_full, number=self._pipeline.number)
+        self._guard = StepGuard(self._options.timeout_s)
         self._restorer: Restorer | None = None
         self._leaver = Leaver(
             self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
@@ -151,17 +153,31 @@ class SnapshotStore:
         step: int,
         metadata: object = None,
         persist: bool = True,
+        overlap: bool = False,
     ) -> Snapshot:
         """Copy the state of this rank, at a step boundary. All ranks.
 
         On return the state may change. Writing, and agreeing with the other ranks, goes on behind.
+
+        With `overlap` the copy of what an optimizer in `state` holds, its parameters and its state for
+        them, goes on behind as well, during the next forward and backward; every `step` of every
+        torch optimizer waits for it by itself (also inside Accelerate's wrapper or a backward), and so
+        do `save`, `restore`, `swapped`, `delete` and `close`. Everything else is copied on return:
+        buffers, averages, frozen weights, plain tensors, leaves. Moving parameters (`p.data = ...`,
+        `module.to`) is fine; resharding and clipping gradients do not change them. Whoever writes to
+        them in place by other means calls `snapshot.staged.result()` first: `load_state_dict` of a
+        module, a step replayed from a CUDA graph, `untyped_storage().resize_`, SAM's `first_step`,
+        ScheduleFree's `train` and `eval`, optimizers that are no torch.optim.Optimizer.
 
         Args:
             state: Names to modules, optimizers, objects with state_dict, tensors, plain values.
             step: Step, equal on all ranks.
             metadata: JSON; rank 0's is in the manifest.
             persist: False keeps it in memory until it is deleted; `keep` does not count it. With a root
-                it goes there, on all ranks, when one of them needs its memory.
+                (or disk) it goes there, on all ranks, when one of them needs its memory.
+            overlap: Return before parameters and optimizer state are copied. Without effect on this
+                rank for a state that is streamed, or in which no optimizer is found. If the late copy
+                fails, the save fails as it does for any failure behind.
 
         Raises:
             UnsupportedStateError: Something cannot be stored; the text says what and where.
@@ -181,7 +197,8 @@ class SnapshotStore:
             created=time.time(),
         )
         try:
-            self._stager.stage(save, state, step=step, metadata=metadata)
+            self._guard.wait()
+            self._stager.stage(save, state, step=step, metadata=metadata, overlap=overlap)
         except BaseException as error:
             save.raised = failure_of(error, self._session.rank)
             if save.slot is not None:
@@ -193,12 +210,18 @@ class SnapshotStore:
                 self._session.warn("raised with another error of this save: %s", earlier)
             raise
         self._session.meter.save_blocked_s = time.monotonic() - save.started
-        staged(self._session, save)
-        save.staged.set_result(None)
+        is_late = save.late is not None
+        if save.late is not None:
+            self._guard.watch(save.late)
+        else:
+            staged(self._session, save)
+            save.staged.set_result(None)
         self._pipeline.submit(save)
-        report_staged(self._session, save)
+        if not is_late:
+            report_staged(self._session, save)
         earlier = self._failures.due_at(self._count)
         if earlier is not None:
+            self._guard.wait()  # the caller gets no handle to wait with
             raise earlier
         return Snapshot(save)
 
@@ -274,6 +297,7 @@ class SnapshotStore:
         problem: BaseException | None = None,
     ) -> RestoreReport | None:
         self._round += 1
+        self._guard.wait()
         self._wait_own_seals()
         self._restorer = Restorer(
             self._session,
@@ -360,6 +384,7 @@ class SnapshotStore:
         self._check_open("delete")
         self._round += 1
         number = check_step(step)
+        self._guard.wait()
         self._leaver.wait_outcomes(self._options.timeout_s)
         delete_step(self._session, number, name=f"delete/{self._round}")
 
@@ -392,6 +417,7 @@ class SnapshotStore:
         self._check_open("close")
         self._state = "closed"
         try:
+            self._guard.close()
             error = self._leaver.close(keep_memory=keep_memory)
         except BaseException:  # an interrupt: own seals and spills go on behind
             self._leaver.abandon()
@@ -402,6 +428,7 @@ class SnapshotStore:
     def _abandon(self, why: str) -> None:
         if self._state != "closed":
             self._state, self._why_closed = "closed", why
+            self._guard.close()
             self._leaver.abandon()
 
     def take_leave(self, why: str) -> None:

@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def staged(self) -> Future[None]:
-        """Done when live state has been copied and may change."""
+        """Done when live state has been copied and may change; also when its copy failed."""
         return self._save.staged
 
     @property

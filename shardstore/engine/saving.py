@@ -36,7 +36,7 @@ from shardstore.engine.session import (
     failure_of,
 )
 from shardstore.engine.spill import pass_on, write_shard, write_to_disk
-from shardstore.engine.transitions import lost, passed
+from shardstore.engine.transitions import lost, passed, report_staged, staged
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
@@ -62,21 +62,30 @@ class SavePipeline:
         self._has_freed_absent = False
         self._pending: list[PendingSave] = []
         self._lock = threading.Lock()
+        self._copier: Worker[PendingSave] = Worker("copy", self._copy)
         self._sealer: Worker[PendingSave] = Worker("seal", self._seal)
         self._spiller: Worker[PendingSave] = Worker("spill", self._spill)
         self._passer: Worker[PendingSave] = Worker("pass", self._pass_on)
         self._completer: Worker[PendingSave] = Worker("complete", self._complete)
         self._committer: Worker[PendingSave] = Worker("commit", self._commit)
         self._workers = (
-            self._sealer, self._spiller, self._passer, self._completer, self._committer,
-        )  # fmt: skip
+            self._copier,
+            self._sealer,
+            self._spiller,
+            self._passer,
+            self._completer,
+            self._committer,
+        )
 
     def submit(self, save: PendingSave) -> None:
         """Take a save: staged, or with `raised` or `broken` set. Every rank submits every save that it enters."""
         with self._lock:
             self._pending = [p for p in self._pending if not p.settled.is_set()]
             self._pending.append(save)
-        self._sealer.submit(save)
+        if save.late is None:
+            self._sealer.submit(save)
+        else:
+            self._copier.submit(save)
 
     @property
     def pending(self) -> list[PendingSave]:
@@ -97,6 +106,30 @@ class SavePipeline:
             raise ShardStoreError("the store was closed meanwhile")
         return SnapshotId(save.step, save.number.result(), save.count, self._session.nonce)
 
+    # -------------------------------------------------------------------- copy
+
+    def _copy(self, save: PendingSave) -> None:
+        """Copy what `save` left for later. Only then may an optimizer step, or the next save begin."""
+        late = save.late
+        assert late is not None
+        try:
+            self._ops.point("late copy")
+            with self._session.meter.measure("stage", late.nbytes):
+                late.run()
+            self._ops.point("late copied")
+        except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
+            save.broken = failure_of(error, self._session.rank)
+            if save.slot is not None:
+                self._session.memory.abandon_slot(save.slot)
+                save.slot = None
+        finally:
+            save.late = None
+            staged(self._session, save)
+            self._sealer.submit(save)  # before the next save is: order is what identity rests on
+            late.done.set()
+            _resolve(lambda: save.staged.set_result(None))
+            report_staged(self._session, save)
+
     # -------------------------------------------------------------------- seal
 
     def _seal(self, save: PendingSave) -> None:
@@ -116,7 +149,12 @@ class SavePipeline:
             is_spilling = self._spiller.submit(save)  # writes while the digests are taken
             self._build(save)
             save.is_sealed = True
-            passed(self._session, save, "sealed", tier="root" if save.streamed else "memory")
+            passed(
+                self._session,
+                save,
+                "sealed",
+                tier=self._session.outermost.tier if save.streamed else "memory",
+            )
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
@@ -464,8 +502,10 @@ class SavePipeline:
 
     def stop_own(self, timeout_s: float) -> bool:
         """Finish this rank's own seals and spills, wait for no rank; False if that took too long."""
+        self._copier.stop()
+        done = self._copier.join(timeout_s)
         self._sealer.stop()
-        done = self._sealer.join(timeout_s)
+        done = self._sealer.join(timeout_s) and done
         self._spiller.stop()
         done = self._spiller.join(timeout_s) and done
         for worker in (self._completer, self._committer):

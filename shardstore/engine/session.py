@@ -30,6 +30,7 @@ from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.streaming import Streamed
+    from shardstore.state.overlap import LateCopy
 
 _LOG: Final = logging.getLogger("shardstore")
 
@@ -88,6 +89,8 @@ class PendingSave:
     started: float = field(default_factory=time.monotonic)
     streamed: Streamed | None = None
     """This rank's file on the root, where memory had no room for the state."""
+    late: LateCopy | None = None
+    """What is still to be copied of live memory; None once it is, or if all was copied at once."""
     number: Future[int] | None = None
     """Somebody waits for the run's number before this save can go on."""
     id: SnapshotId | None = None

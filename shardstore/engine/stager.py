@@ -6,6 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import torch
@@ -19,11 +20,15 @@ from shardstore.format.records import SnapshotId, TensorPiece, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.state.flatten import FlatState, flatten_state
 from shardstore.state.guards import check_boundary
+from shardstore.state.overlap import stage_early
+from shardstore.state.pinning import PageLock, PageLocks
 from shardstore.state.quiet import without_gc
 from shardstore.state.recorder import Memory
 from shardstore.state.staging import stage, views
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.slots import Slot
+
+_WARM_SLOTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class SlotViews:
     table: tuple[TensorRow, ...]
     pieces: tuple[TensorPiece, ...]
     tensors: list[torch.Tensor]
+    page_lock: PageLock | None
+    """Of the slot's memory; it goes with the slot, and stays when the layout changes."""
 
     def fit(self, layout: ShardLayout, flat: FlatState) -> bool:
         """Whether they are the views of this file; at once where the structure is unchanged."""
@@ -68,11 +75,20 @@ class Stager:
         self._has_told = False
         self._memory = Memory()
         self._planner = ShardPlanner(session)
+        self._page_locks = PageLocks()
 
     def stage(
-        self, save: PendingSave, state: Mapping[str, object], *, step: int, metadata: object
+        self,
+        save: PendingSave,
+        state: Mapping[str, object],
+        *,
+        step: int,
+        metadata: object,
+        overlap: bool = False,
     ) -> None:
         """Fill `save` up to a staged slot, or a file on the root; or mark it as skipped or broken.
+
+        With `overlap` some of it may be left to `save.late`, unless the state is streamed.
 
         Raises:
             ValueError, UnsupportedStateError, TierFullError: See `SnapshotStore.save`.
@@ -100,12 +116,32 @@ class Stager:
         if slot is None:
             self._stream(save, flat)
             return
-        with without_gc(), session.meter.measure("stage", save.layout.nbytes):
-            if not isinstance(slot.views, SlotViews) or not slot.views.fit(save.layout, flat):
-                tensors = views(slot.view, save.layout, flat.table, flat.pieces)
-                slot.views = SlotViews(save.layout, flat.table, flat.pieces, tensors)
-            stage(flat, slot.views.tensors)
+        started = time.perf_counter()
+        with without_gc():
+            known = self._views(slot, save.layout, flat)
+            if overlap:
+                save.late = stage_early(flat, known.tensors, state, known.page_lock)
+            else:
+                stage(flat, known.tensors, known.page_lock)
+        nbytes = save.layout.nbytes - (save.late.nbytes if save.late is not None else 0)
+        session.meter.add("stage", nbytes, time.perf_counter() - started)
         self._ops.point("staged")
+
+    def _views(self, slot: Slot, layout: ShardLayout, flat: FlatState) -> SlotViews:
+        """The slot's own views, made anew where they do not fit."""
+        known = slot.views if isinstance(slot.views, SlotViews) else None
+        if known is None or not known.fit(layout, flat):
+            page_lock = self._lock_pages(slot, flat)
+            tensors = views(slot.view, layout, flat.table, flat.pieces)
+            slot.views = known = SlotViews(layout, flat.table, flat.pieces, tensors, page_lock)
+        return known
+
+    def _lock_pages(self, slot: Slot, flat: FlatState) -> PageLock | None:
+        """What holds the slot's memory page-locked already, or does from now on for CUDA tensors."""
+        if isinstance(slot.views, SlotViews) and slot.views.page_lock is not None:
+            return slot.views.page_lock
+        device = next((tensor.device for tensor in flat.tensors if tensor.is_cuda), None)
+        return None if device is None else self._page_locks.lock(slot.view, device)
 
     def _reserve(self, save: PendingSave, nbytes: int) -> Slot | None:
         """A slot, or None if the state is to be streamed to the root."""
@@ -155,5 +191,11 @@ class Stager:
         session = self._session
         flat = flatten_state(state, rank=session.rank, memory=self._memory)
         _, layout = self._planner.plan(flat, count=1, persist=True, created=time.time())
-        session.memory.prepare(layout.nbytes, count=2)
+        session.memory.prepare(layout.nbytes, count=_WARM_SLOTS)
         session.memory.wait_prepared(session.timeout_s)
+        if any(tensor.is_cuda for tensor in flat.tensors):
+            taken = [session.memory.try_scratch(layout.nbytes) for _ in range(_WARM_SLOTS)]
+            for slot in taken:
+                if slot is not None:
+                    self._views(slot, layout, flat)  # page-locks it, which is slow as well
+                    session.memory.abandon_slot(slot)

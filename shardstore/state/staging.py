@@ -1,18 +1,21 @@
 """Local tensors -> a buffer and back: the only step that training waits for.
 
 Copies are bit-exact for every dtype and resolve lazy conjugation and negation. Nothing is allocated
-that grows with the state.
+that grows with the state. What of it may happen behind training is `overlap`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from shardstore.format.layout import ShardLayout
 from shardstore.format.records import TensorPiece, TensorRow
+from shardstore.state.devices import DeviceCopy, Pair
 from shardstore.state.flatten import FlatState
+from shardstore.state.pinning import PageLock, bytes_of
 from shardstore.state.tensors import TORCH_DTYPES
 
 _NO_COPY_KERNEL = frozenset({"float4_e2m1fn_x2"})
@@ -36,7 +39,7 @@ def views(
         One tensor per row: contiguous, of the piece's shape; aliases get an empty uint8 tensor, and
         dtypes that this torch lacks their bytes.
     """
-    base = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0).byte()
+    base = bytes_of(buffer)
     return [
         as_stored(base[start:end], row, piece)
         for row, piece, (start, end) in zip(table, pieces, layout.spans, strict=True)
@@ -58,35 +61,65 @@ def as_stored(data: torch.Tensor, row: TensorRow, piece: TensorPiece) -> torch.T
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def stage(flat: FlatState, views: Sequence[torch.Tensor]) -> None:
+def stage(
+    flat: FlatState, views: Sequence[torch.Tensor], page_lock: PageLock | None = None
+) -> None:
     """Copy this rank's tensors into `views`; live tensors may change once this returns.
 
-    Accelerator tensors are copied on a side stream that waits for the current one, so that pending
-    kernels are part of the snapshot and later ones are not.
+    CUDA tensors are copied on a side stream that waits for the current one, so that pending kernels are
+    part of the snapshot and later ones are not.
+
+    Args:
+        flat: What to copy.
+        views: Where to; see `views`.
+        page_lock: Of the memory of the views, if it is page-locked.
     """
     await_offloading()
-    pairs = [
+    Copying(pairs_of(flat, views), page_lock).run()
+
+
+def pairs_of(flat: FlatState, views: Sequence[torch.Tensor]) -> list[Pair]:
+    """View and live tensor of each row that has bytes of its own."""
+    return [
         (view, tensor)
         for row, tensor, view in zip(flat.table, flat.tensors, views, strict=True)
         if row.alias_of is None
     ]
-    host = [pair for pair in pairs if pair[1].is_cpu]
-    devices = {tensor.device for _, tensor in pairs if not tensor.is_cpu}
-    with torch.no_grad():
-        streams: list[torch.cuda.Stream] = []
-        for device in devices:
-            mine = [pair for pair in pairs if pair[1].device == device]
-            if device.type == "cuda":
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream(device))
-                streams.append(stream)
-                with torch.cuda.stream(stream):
-                    _copy_all(mine, non_blocking=True)
-            else:
-                _copy_all(mine, non_blocking=False)
-        _copy_host(host)
-        for stream in streams:
-            stream.synchronize()
+
+
+class Copying:
+    """Live tensors on their way to host memory.
+
+    For CUDA tensors, what is copied is their value at the point that the current streams had reached when
+    this was made, whichever thread runs it; for all others, their value while it runs.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], page_lock: PageLock | None) -> None:
+        """Nothing is copied yet. Targets are host memory, sources have their shape and dtype."""
+        self._host: Sequence[Pair] = [pair for pair in pairs if pair[1].is_cpu]
+        self._others: list[Pair] = []
+        self._devices: list[DeviceCopy] = []
+        if len(self._host) < len(pairs):
+            by_device: dict[torch.device, list[Pair]] = {}
+            for target, source in pairs:
+                if source.is_cuda:
+                    pair = (bytewise(target), bytewise(source))
+                    by_device.setdefault(source.device, []).append(pair)
+                elif not source.is_cpu:
+                    self._others.append((target, source))
+            self._devices = [DeviceCopy(d, mine, page_lock) for d, mine in by_device.items()]
+
+    def run(self) -> None:
+        """Copy; returns when all targets are whole. Any thread, once; lets go of all tensors."""
+        try:
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for device in self._devices:
+                    stack.callback(device.finish)
+                    device.begin()
+                _copy_all(self._others)
+                _copy_host(self._host)
+        finally:
+            self._host, self._others, self._devices = (), [], []
 
 
 def fill(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -147,19 +180,19 @@ def bytewise(tensor: torch.Tensor) -> torch.Tensor:
 _BYTEWISE = frozenset(TORCH_DTYPES[name] for name in _NO_COPY_KERNEL if name in TORCH_DTYPES)
 
 
-def _copy_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_host(pairs: Sequence[Pair]) -> None:
     """One call for all: a call each takes longer than copying a small tensor."""
     plain = [pair for pair in pairs if pair[1].dtype not in _BYTEWISE]
     if plain:
         targets, sources = zip(*plain, strict=True)
         torch._foreach_copy_(list(targets), list(sources))
     if len(plain) < len(pairs):
-        _copy_all([pair for pair in pairs if pair[1].dtype in _BYTEWISE], non_blocking=False)
+        _copy_all([pair for pair in pairs if pair[1].dtype in _BYTEWISE])
 
 
-def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool) -> None:
+def _copy_all(pairs: Iterable[Pair]) -> None:
     for target, source in pairs:
-        copy_exact(target, source, non_blocking=non_blocking)
+        copy_exact(target, source)
 
 
 def _unexpand(live: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
