@@ -1,0 +1,271 @@
+"""What becomes of a save on this rank: complete or not, committed or not, and what that entails."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from shardstore.engine.commit import (
+    Outcome,
+    agree_complete,
+    commit_on_rank_0,
+    fail_key,
+    settle_elsewhere,
+)
+from shardstore.engine.entries import entry_key
+from shardstore.engine.failures import Failures, save_failed
+from shardstore.engine.freeing import on_disk_key
+from shardstore.engine.kept import KeptSnapshots
+from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.retention import plan_deletions
+from shardstore.engine.session import Failure, PendingSave, Session, failure_of
+from shardstore.engine.transitions import lost, passed
+from shardstore.errors import SaveFailedError, ShardStoreError
+from shardstore.tiers.adoption import free_absent_ranks
+from shardstore.tiers.fileops import FileOps
+
+T = TypeVar("T")
+
+
+class Outcomes:
+    """Learns outcomes together with the other ranks, and tells them to those who wait. Two threads."""
+
+    def __init__(
+        self, session: Session, failures: Failures, kept: KeptSnapshots, ops: FileOps
+    ) -> None:
+        """Nothing is learned yet."""
+        self._session = session
+        self._failures = failures
+        self._kept = kept
+        self._ops = ops
+        self._has_freed_absent = False
+
+    def learn_complete(self, save: PendingSave) -> bool:
+        """Learn whether all ranks sealed: one write-once key. P moves; with memory alone that is all.
+
+        Returns:
+            Whether more is to come: the commit further out.
+        """
+        session = self._session
+        try:
+            save.completion = completion = agree_complete(session, save)
+        except Exception as error:  # noqa: BLE001 - the outcome is unknown here
+            self._finish_unknown(save, error)
+            save.settled.set()
+            return False
+        if completion.failure is None and completion.in_memory and save.id is not None:
+            session.know_complete(self._info(save), save.id)
+            self._free_absent_ranks()
+        if not session.has_outer or not save.persist:
+            self._finish_in_memory(save, completion.failure)
+            save.settled.set()
+            return False
+        return True
+
+    def _free_absent_ranks(self) -> None:
+        """Once per run, by the host's lowest rank: memory of ranks that moved to other hosts."""
+        session = self._session
+        if self._has_freed_absent or session.memory.folder is None:
+            return
+        self._has_freed_absent = True
+        if session.rank == min(session.local_ranks):
+            try:
+                free_absent_ranks(
+                    session.memory.folder, local_ranks=session.local_ranks, ops=self._ops
+                )
+            except ShardStoreError as error:
+                session.warn("%s", error)
+
+    def _finish_in_memory(self, save: PendingSave, failure: Failure | None) -> None:
+        if failure is not None or save.id is None:
+            self._finish_failed(save, failure or Failure(self._session.rank, "no run number"))
+            return
+        try:
+            self._session.memory.mark_complete(save.id)
+        except ShardStoreError as error:
+            self._session.warn("%s", error)
+        if not save.persist:
+            self._kept.watch()
+        if not self._session.has_outer and save.persist:
+            with self._session.lock:
+                persisted = [i for i in self._session.complete if self._session.is_counted(i)]
+            for old in plan_deletions(persisted, self._session.keep):
+                self._session.forget(old)
+        self._finish_committed(save)
+
+    def learn_commit(self, save: PendingSave) -> None:
+        """Learn whether it is committed, and do what that entails: retention, or cleaning up."""
+        try:
+            self._learn_outcome(save)
+        finally:
+            save.settled.set()
+
+    def _learn_outcome(self, save: PendingSave) -> None:
+        session = self._session
+        try:
+            if session.rank == 0:
+                outcome = commit_on_rank_0(session, save)
+            else:
+                outcome = settle_elsewhere(session, save)
+        except Exception as error:  # noqa: BLE001 - the outcome is unknown here
+            self._finish_unknown(save, error)
+            return
+        if outcome.failure is not None:
+            self._finish_failed(save, outcome.failure)
+            return
+        assert save.id is not None
+        session.memory.mark_safe(save.id)
+        if session.catalog is None:
+            self._mark_on_disk(save)
+        for released in outcome.released:
+            session.forget(released)
+        self._finish_committed(save, outcome)
+        self._remove_old()
+
+    def _mark_on_disk(self, save: PendingSave) -> None:
+        """Without a root: what all ranks have on their disks is complete, and a restart may count on it."""
+        session = self._session
+        assert save.id is not None
+        assert session.on_disk is not None
+        with session.lock:
+            session.complete.setdefault(save.id, self._info(save, tiers=("disk",)))
+        try:
+            session.on_disk.disk.mark_complete(save.id)
+        except ShardStoreError as error:
+            session.warn("%s", error)
+
+    def _remove_old(self) -> None:
+        """Retention, second half: the bytes of what is off the list."""
+        session = self._session
+        if session.catalog is None or session.rank != 0:
+            return
+        with session.retention_lock:
+            try:
+                self._ops.point("remove old")
+                session.catalog.remove_aborted()
+            except (ShardStoreError, OSError) as error:
+                session.warn("an old snapshot could not be removed, it is tried again: %s", error)
+
+    # ------------------------------------------------------------------ finish
+
+    def _info(self, save: PendingSave, *, tiers: tuple[str, ...] = ("memory",)) -> SnapshotInfo:
+        assert save.id is not None
+        nbytes = save.layout.nbytes if save.layout else 0
+        return SnapshotInfo(
+            step=save.step,
+            id=save.id.name,
+            tiers=tiers,
+            nbytes=nbytes,
+            created=save.created,
+            pinned=False,
+            metadata=save.metadata,
+        )
+
+    def _finish_committed(self, save: PendingSave, outcome: Outcome | None = None) -> None:
+        tiers: tuple[str, ...] = ("memory",)
+        if outcome is not None:
+            in_memory = save.completion is not None and save.completion.in_memory
+            session = self._session
+            on_disk = session.on_disk
+            has_file = on_disk is not None and save.id is not None and on_disk.disk.has(save.id)
+            tiers = tuple(
+                tier
+                for tier, is_there in (
+                    ("memory", in_memory),
+                    ("disk", has_file),
+                    ("root", session.catalog is not None),
+                )
+                if is_there
+            )
+        info = self._info(save, tiers=tiers)
+        if outcome is not None:
+            info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
+        passed(self._session, save, "committed", tier=", ".join(tiers), nbytes=info.nbytes)
+        self._retire_keys(save)
+        meter = self._session.meter
+        meter.count("committed")
+        meter.add(
+            "commit", save.layout.nbytes if save.layout else 0, time.monotonic() - save.started
+        )
+        resolve(save.committed, info)
+
+    def _finish_failed(self, save: PendingSave, failure: Failure) -> None:
+        """Tell first, then clean up: whatever goes wrong there, the failure is known."""
+        if failure.is_skip:
+            self._session.meter.count("skipped")
+            lost(self._session, save, "skipped", failure)
+        else:
+            self._session.meter.count("failed")
+            self._failures.add(save, failure)
+        error = save_failed(save.step, failure)
+        try:
+            if save.id is not None:
+                self._session.know_failed(save.id)
+        finally:
+            if failure.is_skip:
+                resolve(save.committed, None)
+            else:
+                _refuse(save.committed, error)
+        self._retire_keys(save)
+        self._clean_up(save)
+
+    def _finish_unknown(self, save: PendingSave, error: BaseException) -> None:
+        unknown = SaveFailedError(
+            f"the outcome of the {save.label} is unknown: {error}. It is committed if a restart lists "
+            "it; this rank's state is untouched.",
+            step=save.step,
+            failed_ranks=getattr(error, "failed_ranks", ()),
+        )
+        unknown.__cause__ = error
+        self._session.meter.count("failed")
+        self._failures.add(save, failure_of(error, self._session.rank))
+        _refuse(save.committed, unknown)
+
+    def _retire_keys(self, save: PendingSave) -> None:
+        """The outcome is known here: this rank needs the save's keys no more."""
+        coordinator, count = self._session.coordinator, save.count
+        coordinator.forget(entry_key(str(count), coordinator.rank))
+        coordinator.forget(f"durable/{count}/{coordinator.rank}")
+        shared = [fail_key(save), f"complete/{count}", f"outcome/{count}"]
+        if self._session.on_disk is not None:
+            for watch in save.watches:
+                watch.cancel()
+            coordinator.forget(on_disk_key(save, coordinator.rank))
+            shared.append(on_disk_key(save))
+        coordinator.retire(f"save/{count}", shared)
+
+    def _clean_up(self, save: PendingSave) -> None:
+        """Remove what this rank wrote to the disk and the root, once its spill is over."""
+        session = self._session
+        if not session.has_outer or save.id is None or not save.persist:
+            return
+        save.spilled.wait(session.timeout_s)
+        try:
+            if session.catalog is None:
+                assert session.on_disk is not None
+                session.on_disk.remove(save.id)
+                return
+            if session.catalog.state(save.id) in ("committed", "damaged"):
+                return  # whatever was told: nothing is taken from under a register
+            if session.on_disk is not None:
+                session.on_disk.remove(save.id)
+            session.catalog.tier.remove_shard(save.id, session.rank)
+            if session.rank == 0:
+                session.catalog.try_remove(save.id)
+        except (ShardStoreError, OSError) as error:
+            session.warn("%s", error)
+
+
+def resolve(future: Future[T], value: T) -> None:
+    """Complete a future that close() may have completed before."""
+    with suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def _refuse(future: Future[T], error: BaseException) -> None:
+    with suppress(InvalidStateError):
+        future.set_exception(error)
