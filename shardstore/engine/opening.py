@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -16,15 +17,19 @@ from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.retention import plan_deletions
 from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
+from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.adoption import Adopted, adopt_files, make_memory_folder
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
-from shardstore.tiers.limits import measured_budget
+from shardstore.tiers.limits import Room, measured_budget, tightest_room
 from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.places import check_memory_dir, check_root, doubts_about_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
+
+_LOG: Final = logging.getLogger("shardstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,10 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     if options.root is not None:
         catalog = Catalog(DiskTier(options.root, name="root", ops=ops))
     try:
+        if options.root is not None:
+            check_root(options.root)
         memory, adopted = _open_memory(options, coordinator, ops)
+        _warn_of_root(options, memory, coordinator.rank, ops)
     except Exception as raised:  # noqa: BLE001 - every rank must hear of it
         problem, error = note_of(raised, coordinator.rank), raised
     report = _Report(options.shared_arguments, _inventory(adopted), problem)
@@ -128,14 +136,28 @@ def _open_memory(
     folder, adopted = None, Adopted()
     memory_dir = None
     if options.name is not None and options.memory_bytes != 0:
-        memory_dir = options.memory_dir
-        folder = make_memory_folder(memory_dir, options.name)
-        adopted = adopt_files(folder, rank=coordinator.rank, owner=coordinator.nonce, ops=ops)
-    budget = options.memory_bytes
+        try:
+            folder, adopted = _open_folder(options, options.name, coordinator, ops)
+            memory_dir = options.memory_dir
+        except TierError as error:
+            if options.root is None or not _is_unusable(error):
+                raise
+            _LOG.warning(
+                "rank %d: %s Until then saves go to the root through memory of this process, which a "
+                "restart cannot use.", coordinator.rank, error,
+            )  # fmt: skip
+    num_local_ranks = len(coordinator.local_ranks)
+    own = sum(slot.nbytes for slot in adopted.slots)
+    budget, budget_from = options.memory_bytes, ""
     if budget is None:
-        own = sum(slot.nbytes for slot in adopted.slots)
-        measured = measured_budget(memory_dir, num_local_ranks=len(coordinator.local_ranks))
-        budget = measured + own
+        room = tightest_room(memory_dir, ops)
+        budget = measured_budget(room, num_local_ranks=num_local_ranks) + own
+        budget_from = (
+            f' memory="auto" gave half of the {room.nbytes:,} bytes that were free under {room.where}, '
+            f"for {num_local_ranks} rank(s) of this host. {room.remedy}"
+        )
+    elif coordinator.rank == min(coordinator.local_ranks):
+        _warn_beyond(budget, own, num_local_ranks, tightest_room(memory_dir, ops, with_swap=True))
     memory = MemoryTier(
         folder,
         rank=coordinator.rank,
@@ -143,8 +165,42 @@ def _open_memory(
         budget_bytes=budget,
         has_root=options.root is not None,
         ops=ops,
+        budget_from=budget_from,
     )
     return memory, adopted
+
+
+def _warn_of_root(options: OpenOptions, memory: MemoryTier, rank: int, ops: FileOps) -> None:
+    if options.root is None or rank != 0:
+        return
+    memory_dir = None if memory.folder is None else options.memory_dir
+    doubt = doubts_about_root(options.root, memory_dir, ops)
+    if doubt is not None:
+        _LOG.warning("rank %d: %s", rank, doubt)
+
+
+def _open_folder(
+    options: OpenOptions, name: str, coordinator: Coordinator, ops: FileOps
+) -> tuple[str, Adopted]:
+    check_memory_dir(options.memory_dir, ops)
+    folder = make_memory_folder(options.memory_dir, name)
+    return folder, adopt_files(folder, rank=coordinator.rank, owner=coordinator.nonce, ops=ops)
+
+
+def _is_unusable(error: TierError) -> bool:
+    """Whether the job can do without: the tmpfs is missing, read-only or full; not somebody else's folder."""
+    return error.operation == "open" or isinstance(error, TierFullError)
+
+
+def _warn_beyond(budget: int, own: int, num_local_ranks: int, room: Room) -> None:
+    """Say at once that a budget is more than there is; what does not fit is refused when it comes."""
+    wanted = max(0, budget - own) * num_local_ranks
+    if wanted > room.nbytes and room.remedy:
+        _LOG.warning(
+            "memory=%s bytes for each of %d rank(s) of this host is more than the %s bytes left under "
+            "%s: what does not fit there goes straight to the root, or is refused without one. %s",
+            f"{budget:,}", num_local_ranks, f"{room.nbytes:,}", room.where, room.remedy,
+        )  # fmt: skip
 
 
 def _inventory(adopted: Adopted) -> Inventory:

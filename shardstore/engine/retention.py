@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardstore.engine.arguments import shown
 from shardstore.format.records import SnapshotId
 
 
@@ -15,11 +16,12 @@ def check_keep(keep: object) -> int | None:
     """
     if keep is None:
         return None
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    number = 0 if isinstance(keep, bool) or not hasattr(keep, "__index__") else keep.__index__()
+    if not 1 <= number < 1 << 63:
         raise ValueError(
-            f"keep must be None (delete nothing) or a count of at least 1, got {keep!r}"
+            f"keep must be None (delete nothing) or a count of at least 1, got {shown(keep)}"
         )
-    return keep
+    return int(number)
 
 
 def plan_deletions(committed: Iterable[SnapshotId], keep: int | None) -> list[SnapshotId]:

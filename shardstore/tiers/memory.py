@@ -39,6 +39,7 @@ class MemoryTier:
         budget_bytes: int,
         has_root: bool,
         ops: FileOps,
+        budget_from: str = "",
     ) -> None:
         """Own no slot yet.
 
@@ -50,9 +51,11 @@ class MemoryTier:
             has_root: What is saved becomes durable elsewhere: where the tmpfs is full it may be staged in
                 anonymous memory, which ends with the process.
             ops: System calls.
+            budget_from: How a measured budget came about, for messages.
         """
         self.rank = rank
         self.budget_bytes = budget_bytes
+        self.budget_from = budget_from
         self._has_root = has_root
         self._ops = ops
         self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
@@ -207,7 +210,7 @@ class MemoryTier:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
-            if new is None and self._has_root and not must_outlive:
+            if new is None and self._has_root and not must_outlive and self.folder is not None:
                 new = self._new_nameless(nbytes)
             if new is not None:
                 return new
@@ -304,7 +307,10 @@ class MemoryTier:
         """The error of a state that there is no room for."""
         held = [slot.id.name for slot in self._slots if slot.id]
         free = self.budget_bytes - self._used_bytes()
-        return no_room(self.folder, nbytes, free, self.budget_bytes, held, waited=waited)
+        return no_room(
+            self.folder, nbytes, free, self.budget_bytes, held,
+            waited=waited, refusal=self._files.refusal, budget_from=self.budget_from,
+        )  # fmt: skip
 
     def _tell(self, topic: str, message: str) -> None:
         if topic not in self._told:
