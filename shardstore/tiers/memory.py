@@ -210,7 +210,8 @@ class MemoryTier:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
-            if new is None and self._has_root and not must_outlive and self.folder is not None:
+            may_be_nameless = self._has_root and not must_outlive and self.folder is not None
+            if new is None and may_be_nameless and not self._files.is_limited:
                 new = self._new_nameless(nbytes)
             if new is not None:
                 return new

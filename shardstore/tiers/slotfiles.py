@@ -66,12 +66,17 @@ class SlotFiles:
             check_room(nbytes - start, where, self._ops)
             self._ops.allocate(fd, min(_STEP_BYTES, nbytes - start), start)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the last refusal was of any memory of this process, and not by the tmpfs alone."""
+        return self.refusal is not None and self.refusal.__cause__ is None
+
     def _tell_full(self, error: TierFullError) -> None:
         self.refusal = error
         if self.is_full:
             return
         self.is_full = True
-        if error.__cause__ is None:  # a limit, and so of all memory of this process
+        if self.is_limited:
             _LOG.warning(
                 "rank %d: %s With a root, saves go straight to it and wait for it.",
                 self.rank,
