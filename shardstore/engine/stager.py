@@ -127,8 +127,9 @@ class Stager:
             self._has_told = True
             self._session.warn(
                 "a state of %s bytes does not fit the memory budget of %s: save streams it to the root, "
-                "at the root's speed, and a restart reads it from there.%s Raise memory=. %s",
-                f"{nbytes:,}", f"{memory.budget_bytes:,}", memory.budget_from, TMPFS_REMEDY,
+                "at the root's speed, and a restart reads it from there.%s",
+                f"{nbytes:,}", f"{memory.budget_bytes:,}",
+                memory.budget_from or f" Raise memory=. {TMPFS_REMEDY}",
             )  # fmt: skip
         return slot
 

@@ -95,13 +95,15 @@ def save_without_root(rank: int, folder: str, memory: Any, nbytes: int) -> dict[
     return found
 
 
-def _fill(path: Path, *, leave: int) -> None:
-    """Somebody else takes the tmpfs, up to `leave` bytes."""
-    stats = os.statvfs(path.parent)
-    free = stats.f_bavail * stats.f_frsize - leave
+def _fill(path: Path) -> None:
+    """Somebody else takes the whole tmpfs, whoever else is taking memory at this moment."""
+    piece = 1 << 26
     with path.open("wb") as file:
-        if free > 0:
-            os.posix_fallocate(file.fileno(), 0, free)
+        while piece >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), file.seek(0, 2), piece)
+            except OSError:
+                piece //= 2
 
 
 class FillsBeforeStaging(FileOps):
@@ -114,7 +116,7 @@ class FillsBeforeStaging(FileOps):
     def point(self, name: str) -> None:
         if name == "stage":
             self.count += 1
-            _fill(self.shm / f"other-{self.count}", leave=0)
+            _fill(self.shm / f"other-{self.count}")
 
 
 def filled_between(rank: int, folder: str, memory: Any, nbytes: int) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def filled_between(rank: int, folder: str, memory: Any, nbytes: int) -> dict[str
 
     def between(step: int) -> None:
         if step == 1 and rank == 0:
-            _fill(shm / "other", leave=0)
+            _fill(shm / "other")
 
     return save_and_restore(rank, folder, memory, nbytes, between)
 
