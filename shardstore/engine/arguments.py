@@ -6,18 +6,10 @@ import math
 import os
 from typing import Final
 
+from shardstore.errors import shown
+
 MAX_TIMEOUT_S: Final = 365 * 86_400.0
 """A year: beyond it clocks and waits of the operating system overflow."""
-_MAX_SHOWN: Final = 60
-
-
-def shown(value: object) -> str:
-    """A value for messages, however long or broken it is."""
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - of whatever class: it is only named here
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def check_timeout(value: object, *, what: str, zero: bool = False) -> float:
@@ -31,12 +23,16 @@ def check_timeout(value: object, *, what: str, zero: bool = False) -> float:
     Raises:
         ValueError: No number, negative, zero unless `zero`, nan, or more than `MAX_TIMEOUT_S`.
     """
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    number = None
+    if hasattr(value, "__float__") and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError, RuntimeError):  # a tensor or array of several
+            pass
+    if number is None:
         raise ValueError(f"{what} must be a number of seconds, got {shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     if not (0 < number <= MAX_TIMEOUT_S or (zero and number == 0)):
         least = "at least" if zero else "above"
         raise ValueError(

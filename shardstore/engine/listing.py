@@ -10,8 +10,9 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
-from shardstore.engine.arguments import check_path, shown
+from shardstore.engine.arguments import check_path
 from shardstore.engine.catalog import Catalog
+from shardstore.errors import shown
 from shardstore.format.manifest import Register
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from typing import Final
 
 import msgspec
 
-from shardstore.engine.arguments import shown
 from shardstore.engine.ranks import meshes_in_group
 from shardstore.engine.session import Session
-from shardstore.errors import UnsupportedStateError
+from shardstore.errors import UnsupportedStateError, shown
+from shardstore.format.numbers import whole_number
 from shardstore.format.records import FORMAT_VERSION, Mesh, ShardHeader
 from shardstore.format.shardfile import ShardLayout, header_nbytes, plan_layout, table_digest
 from shardstore.state.flatten import FlatState
@@ -134,17 +133,13 @@ def check_step(step: object) -> int:
     Raises:
         ValueError: Not an integer from 0 on.
     """
-    number = None
-    if hasattr(step, "__index__"):
-        with suppress(TypeError):  # a float tensor has the method as well
-            number = step.__index__()
-    is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
-    if number is None or is_bool:
+    number = whole_number(step)
+    if number is None:
         raise ValueError(f"step must be an integer, got {shown(step)} ({type(step).__name__})")
     if not 0 <= number < _MAX_STEP:
         big = number if abs(number) < 1 << 64 else f"a number of {number.bit_length()} bits"
         raise ValueError(f"step must be at least 0 and below 10^18, got {big}")
-    return int(number)
+    return number
 
 
 def check_metadata(metadata: object) -> object:

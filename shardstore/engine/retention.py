@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardstore.engine.arguments import shown
+from shardstore.errors import shown
+from shardstore.format.numbers import whole_number
 from shardstore.format.records import SnapshotId
 
 
@@ -16,12 +17,12 @@ def check_keep(keep: object) -> int | None:
     """
     if keep is None:
         return None
-    number = 0 if isinstance(keep, bool) or not hasattr(keep, "__index__") else keep.__index__()
-    if not 1 <= number < 1 << 63:
+    number = whole_number(keep)
+    if number is None or not 1 <= number < 1 << 63:
         raise ValueError(
             f"keep must be None (delete nothing) or a count of at least 1, got {shown(keep)}"
         )
-    return int(number)
+    return number
 
 
 def plan_deletions(committed: Iterable[SnapshotId], keep: int | None) -> list[SnapshotId]:

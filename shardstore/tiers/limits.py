@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from dataclasses import dataclass
 from typing import Final
 
-from shardstore.errors import TierFullError
+from shardstore.errors import TierFullError, shown
+from shardstore.format.numbers import whole_number
 from shardstore.tiers.cgroups import group_rooms
 from shardstore.tiers.fileops import FileOps
 
@@ -19,7 +19,6 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
                  "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 _MAX_BYTES: Final = 1 << 60
-_MAX_SHOWN: Final = 60
 
 TMPFS_REMEDY: Final = (
     "In a container give it more shared memory (--shm-size, --ipc=host, or an emptyDir volume with "
@@ -35,7 +34,7 @@ def parse_bytes(value: object, *, what: str) -> int:
     Raises:
         ValueError: Not a size, negative, a part of a byte, or more than any machine has.
     """
-    shown = f"{what}={repr(value)[:_MAX_SHOWN]}"
+    given = f"{what}={shown(value)}"
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is not None:
         try:
@@ -43,15 +42,16 @@ def parse_bytes(value: object, *, what: str) -> int:
         except OverflowError:
             nbytes = _MAX_BYTES
         if nbytes == 0 and float(match[1]) > 0:
-            raise ValueError(f"{shown} is less than a byte: write the unit, as in 0.5GiB")
+            raise ValueError(f"{given} is less than a byte: write the unit, as in 0.5GiB")
     else:
-        if isinstance(value, bool | str) or not hasattr(value, "__index__"):
-            raise ValueError(f'{shown} is not a size: write bytes or text like "24GiB"')
-        nbytes = operator.index(value)
+        number = whole_number(value)
+        if number is None:
+            raise ValueError(f'{given} is not a size: write bytes or text like "24GiB"')
+        nbytes = number
         if nbytes < 0:
-            raise ValueError(f"{shown} must not be negative")
+            raise ValueError(f"{given} must not be negative")
     if nbytes >= _MAX_BYTES:
-        raise ValueError(f"{shown} is more than any machine has: is it the right unit?")
+        raise ValueError(f"{given} is more than any machine has: is it the right unit?")
     return nbytes
 
 
