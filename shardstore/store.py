@@ -19,6 +19,7 @@ from shardstore.engine.arguments import (
 from shardstore.engine.deleting import delete_step
 from shardstore.engine.failures import Failures
 from shardstore.engine.handle import Snapshot
+from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.leaving import Leaver
 from shardstore.engine.listing import SnapshotInfo, list_session, resolve_name, resolve_root
 from shardstore.engine.opening import OpenOptions, open_session
@@ -113,7 +114,8 @@ class SnapshotStore:
         registry.take_over(self._options.memory_dir, self._options.name)
         self._session = open_session(self._options, process_group, ops)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
-        self._pipeline = SavePipeline(self._session, self._failures, ops)
+        kept = KeptSnapshots(self._session, ops)
+        self._pipeline = SavePipeline(self._session, self._failures, kept, ops)
         self._stager = Stager(self._session, ops, on_full=on_full, number=self._pipeline.number)
         self._restorer: Restorer | None = None
         self._leaver = Leaver(
@@ -139,7 +141,8 @@ class SnapshotStore:
             state: Names to modules, optimizers, objects with state_dict, tensors, plain values.
             step: Step, equal on all ranks.
             metadata: JSON; rank 0's is in the manifest.
-            persist: False keeps it in memory only, until it is deleted; `keep` does not count it.
+            persist: False keeps it in memory until it is deleted; `keep` does not count it. With a root
+                it goes there, on all ranks, when one of them needs its memory.
 
         Raises:
             ValueError: `step` is not an integer from 0 on, or `persist` is not a bool.

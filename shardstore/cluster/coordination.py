@@ -140,9 +140,12 @@ class Coordinator:
         """`propose` without waiting for the answer."""
         self._owner.call(lambda store: store.compare_set(key, value))
 
-    def watch(self, keys: Sequence[str]) -> Future[list[bytes] | Stopped]:
-        """Wait for keys without blocking and without a deadline; callbacks run on the owner's thread."""
-        return self._owner.watch(keys, None)
+    def watch(self, keys: Sequence[str], *, every_s: float = 0.0) -> Future[list[bytes] | Stopped]:
+        """Wait for keys without blocking and without a deadline; callbacks run on the owner's thread.
+
+        `every_s` is for what may be long in coming: looked for no more often than that, in seconds.
+        """
+        return self._owner.watch(keys, None, every_s=every_s)
 
     # ------------------------------------------------------------------- waits
 

@@ -41,12 +41,20 @@ class Watch:
     keys: Sequence[str]
     stop: str | None
     future: Future[list[bytes] | Stopped]
+    every_s: float = 0.0
+    """Look no more often than this."""
     found: list[bytes] = field(default_factory=list)
+    next_at: float = 0.0
 
     def poll(self, store: KeyValueStore) -> bool:
-        """Look; True when there is nothing left to look for."""
+        """Look if it is time to; True when there is nothing left to look for."""
         if self.future.cancelled():
             return True
+        if self.every_s:
+            now = time.monotonic()
+            if now < self.next_at:
+                return False
+            self.next_at = now + self.every_s
         while len(self.found) < len(self.keys):
             value = store.get(self.keys[len(self.found)])
             if value is None:
@@ -98,14 +106,16 @@ class StoreOwner:
                 self._wake.notify()
         return future
 
-    def watch(self, keys: Sequence[str], stop: str | None) -> Future[list[bytes] | Stopped]:
+    def watch(
+        self, keys: Sequence[str], stop: str | None, *, every_s: float = 0.0
+    ) -> Future[list[bytes] | Stopped]:
         """Wait for keys without blocking; cancel the future to give up."""
         future: Future[list[bytes] | Stopped] = Future()
         with self._wake:
             if self._ended is not None:
                 future.set_exception(self._ended)
             else:
-                self._watches.append(Watch(keys, stop, future))
+                self._watches.append(Watch(keys, stop, future, every_s))
                 self._wake.notify()
         return future
 
@@ -187,9 +197,12 @@ class StoreOwner:
         _settle(future, result)
 
     def _pause(self, pause_s: float) -> float | None:
-        if self._watches:
-            return pause_s
-        return _PROGRESS_EVERY_S if self._bytes != self._told_bytes else None
+        pauses = [pause_s] if any(not watch.every_s for watch in self._watches) else []
+        if self._bytes != self._told_bytes:
+            pauses.append(_PROGRESS_EVERY_S)
+        now = time.monotonic()
+        pauses += [max(_MIN_POLL_S, w.next_at - now) for w in self._watches if w.every_s]
+        return min(pauses, default=None)
 
     def _tell_progress(self) -> None:
         now = time.monotonic()

@@ -43,7 +43,10 @@ def agree_complete(session: Session, save: PendingSave) -> Completion:
     key = f"complete/{save.count}"
     try:
         if session.rank == 0:
-            return _obey(session, key, collect_entries(session, save, stop=fail_key(save)))
+            name = str(save.count)
+            found = collect_entries(session, name, what=save.label, stop=fail_key(save))
+            save.shards = found.shards or None
+            return _obey(session, key, Completion(found.failure, found.in_memory))
         heard = session.coordinator.wait(
             [key], phase=f"{save.label}: waiting for all ranks to seal", ranks=[0]
         )
@@ -86,7 +89,11 @@ def _release_old(session: Session) -> tuple[SnapshotId, ...]:
         if session.is_restoring:
             return ()  # the next commit does it
         try:
-            good = [m.id for m in session.catalog.committed() if m.id not in session.damaged]
+            good = [
+                register.id
+                for register in session.catalog.committed()
+                if register.is_counted and register.id not in session.damaged
+            ]
             for snapshot_id in plan_deletions(good, session.keep):
                 session.catalog.unlist(snapshot_id, reason="retention", writer=session.writer)
                 released.append(snapshot_id)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from shardstore.cluster.coordination import Coordinator, Stopped
 from shardstore.engine.catalog import SealedShard, problems_between
-from shardstore.engine.session import Completion, Failure, PendingSave, Session
+from shardstore.engine.session import Failure, Session
 from shardstore.format.records import ShardHeader, TensorRow
-from shardstore.format.shardfile import header_digest
 
 _MAX_LISTED: Final = 8
 
@@ -23,16 +23,40 @@ class _Entry(msgspec.Struct, frozen=True):
     in_memory: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What all ranks have sealed, or why it is no snapshot."""
+
+    failure: Failure | None = None
+    shards: dict[int, SealedShard] = field(default_factory=dict)
+    in_memory: bool = True
+    """Of every rank."""
+
+
+def entry_key(name: str, rank: int) -> str:
+    """Where a rank posts its part of the joint work `name`."""
+    return f"entry/{name}/{rank}"
+
+
 def post_entry(
     coordinator: Coordinator,
-    count: int,
+    name: str,
     header: ShardHeader,
     nbytes: int,
-    data: bytes,
+    digest: str,
     *,
     in_memory: bool,
 ) -> None:
-    """Tell rank 0 that this rank's shard is sealed. A table that is new to the job is posted once."""
+    """Tell rank 0 that this rank's shard is sealed. A table that is new to the job is posted once.
+
+    Args:
+        coordinator: Of this rank.
+        name: Of the joint work; used once, equal on all ranks.
+        header: Of the sealed file.
+        nbytes: Its size.
+        digest: Of its header.
+        in_memory: It is in this rank's memory.
+    """
     if coordinator.claim(f"table-claim/{header.table_digest}"):
         coordinator.post(f"table/{header.table_digest}", msgspec.json.encode(header.table))
     slim = msgspec.structs.replace(
@@ -42,12 +66,18 @@ def post_entry(
         leaves=None,
         metadata=header.metadata if coordinator.rank == 0 else None,
     )
-    entry = _Entry(slim, nbytes, header_digest(data), in_memory)
-    coordinator.post(f"entry/{count}/{coordinator.rank}", msgspec.json.encode(entry))
+    entry = _Entry(slim, nbytes, digest, in_memory)
+    coordinator.post(entry_key(name, coordinator.rank), msgspec.json.encode(entry))
 
 
-def collect_entries(session: Session, save: PendingSave, *, stop: str) -> Completion:
-    """Wait for all entries and check that they are one snapshot; rank 0 only. Fills `save.shards`.
+def collect_entries(session: Session, name: str, *, what: str, stop: str) -> Entries:
+    """Wait for all entries and check that they are one snapshot; rank 0 only.
+
+    Args:
+        session: Of rank 0.
+        name: As the ranks posted them.
+        what: What the ranks are doing, for messages.
+        stop: Key that ends the wait with a failure; a disagreement is told there as well.
 
     Raises:
         CoordinationError: A rank is missing or the store is gone.
@@ -55,23 +85,22 @@ def collect_entries(session: Session, save: PendingSave, *, stop: str) -> Comple
     coordinator = session.coordinator
     ranks = list(range(session.world_size))
     values = coordinator.wait(
-        [f"entry/{save.count}/{rank}" for rank in ranks],
-        phase=f"{save.label}: waiting for all ranks to seal",
+        [entry_key(name, rank) for rank in ranks],
+        phase=f"{what}: waiting for all ranks to seal",
         ranks=ranks,
         stop=stop,
     )
     if isinstance(values, Stopped):
-        return Completion(msgspec.json.decode(values.value, type=Failure))
+        return Entries(msgspec.json.decode(values.value, type=Failure))
     entries = [msgspec.json.decode(value, type=_Entry) for value in values]
     shards = {}
     for rank, entry in enumerate(entries):
-        table = _table(session, save, entry.header.table_digest, rank)
+        table = _table(session, what, entry.header.table_digest, rank)
         header = msgspec.structs.replace(entry.header, table=table)
         shards[rank] = SealedShard(header, entry.nbytes, entry.digest)
     problems = problems_between(shards)
     if not problems:
-        save.shards = shards
-        return Completion(in_memory=all(entry.in_memory for entry in entries))
+        return Entries(shards=shards, in_memory=all(entry.in_memory for entry in entries))
     shown = problems[:_MAX_LISTED]
     if problems[_MAX_LISTED:]:
         shown.append(f"and {len(problems) - _MAX_LISTED} more")
@@ -83,13 +112,13 @@ def collect_entries(session: Session, save: PendingSave, *, stop: str) -> Comple
         failed_ranks=tuple(ranks),
     )
     stored = coordinator.propose(stop, msgspec.json.encode(failure))
-    return Completion(msgspec.json.decode(stored, type=Failure))
+    return Entries(msgspec.json.decode(stored, type=Failure))
 
 
-def _table(session: Session, save: PendingSave, digest: str, rank: int) -> tuple[TensorRow, ...]:
+def _table(session: Session, what: str, digest: str, rank: int) -> tuple[TensorRow, ...]:
     if digest not in session.tables:
         values = session.coordinator.wait(
-            [f"table/{digest}"], phase=f"{save.label}: waiting for a tensor table", ranks=[rank]
+            [f"table/{digest}"], phase=f"{what}: waiting for a tensor table", ranks=[rank]
         )
         assert not isinstance(values, Stopped)
         session.tables[digest] = msgspec.json.decode(values[0], type=tuple[TensorRow, ...])

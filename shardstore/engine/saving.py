@@ -22,8 +22,9 @@ from shardstore.engine.commit import (
     fail_key,
     settle_elsewhere,
 )
-from shardstore.engine.entries import post_entry
+from shardstore.engine.entries import entry_key, post_entry
 from shardstore.engine.failures import Failures, save_failed
+from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.retention import plan_deletions
 from shardstore.engine.runs import RunNumber
@@ -37,7 +38,7 @@ from shardstore.engine.spill import write_shard
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
-from shardstore.format.shardfile import ShardLayout, digest_of, encode_header
+from shardstore.format.shardfile import ShardLayout, digest_of, encode_header, header_digest
 from shardstore.tiers.adoption import free_absent_ranks
 from shardstore.tiers.fileops import FileOps
 
@@ -47,9 +48,12 @@ _SMALL_JOIN_S: Final = 5.0
 class SavePipeline:
     """The background of one rank. `submit` hands over a save; its futures tell the rest."""
 
-    def __init__(self, session: Session, failures: Failures, ops: FileOps) -> None:
+    def __init__(
+        self, session: Session, failures: Failures, kept: KeptSnapshots, ops: FileOps
+    ) -> None:
         """No thread runs before the first save."""
         self._session = session
+        self._kept = kept
         self._failures = failures
         self._ops = ops
         self._run = RunNumber(session)
@@ -150,10 +154,10 @@ class SavePipeline:
         self._ops.point("post sealed")
         post_entry(
             self._session.coordinator,
-            save.count,
+            str(save.count),
             save.header,
             layout.nbytes,
-            data,
+            header_digest(data),
             in_memory=save.streamed is None,
         )
 
@@ -237,6 +241,8 @@ class SavePipeline:
             self._session.memory.mark_complete(save.id)
         except ShardStoreError as error:
             self._session.warn("%s", error)
+        if not save.persist:
+            self._kept.watch()
         if self._session.catalog is None and save.persist:
             with self._session.lock:
                 persisted = [i for i in self._session.complete if self._counts(i)]
@@ -354,7 +360,7 @@ class SavePipeline:
     def _retire_keys(self, save: PendingSave) -> None:
         """The outcome is known here: this rank needs the save's keys no more."""
         coordinator, count = self._session.coordinator, save.count
-        coordinator.forget(f"entry/{count}/{coordinator.rank}")
+        coordinator.forget(entry_key(str(count), coordinator.rank))
         coordinator.forget(f"durable/{count}/{coordinator.rank}")
         shared = [fail_key(save), f"complete/{count}", f"outcome/{count}"]
         coordinator.retire(f"save/{count}", shared)
@@ -381,6 +387,7 @@ class SavePipeline:
         for worker in self._workers:
             worker.stop()
             worker.join(timeout_s)
+        self._kept.stop(timeout_s)
 
     def stop_own(self, timeout_s: float) -> bool:
         """Finish this rank's own seals and spills, wait for no rank; False if that took too long."""
@@ -391,7 +398,7 @@ class SavePipeline:
         for worker in (self._completer, self._committer):
             worker.stop()
             worker.join(_SMALL_JOIN_S)
-        return done
+        return self._kept.stop(_SMALL_JOIN_S) and done
 
 
 def _resolve(call: Callable[[], None]) -> None:

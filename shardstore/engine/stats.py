@@ -34,6 +34,8 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Left out because no memory was free (on_full="skip"), on this rank or another."""
     num_streamed: int
     """Written by `save` itself, because no memory was free or enough."""
+    num_spilled: int
+    """Saved with persist=False, and on the root now because their memory was needed."""
     num_pending: int
     """Not committed yet."""
     save_blocked_s: float

@@ -19,6 +19,7 @@ def stats_of(session: Session, pending: Sequence[PendingSave]) -> StoreStats:
         num_failed=meter.number("failed"),
         num_skipped=meter.number("skipped"),
         num_streamed=meter.number("streamed"),
+        num_spilled=meter.number("spilled"),
         num_pending=len(waiting),
         save_blocked_s=meter.save_blocked_s,
         durable_lag_s=max((now - save.started for save in waiting), default=0.0),

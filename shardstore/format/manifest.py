@@ -129,6 +129,12 @@ class Register(msgspec.Struct, frozen=True):
     world_size: int
     shards: tuple[_ShardSize, ...]
     metadata: object
+    persist: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether retention counts it: not if it was saved to stay in memory."""
+        return self.persist is msgspec.UNSET
 
     @property
     def id(self) -> SnapshotId:
@@ -158,7 +164,7 @@ def read_register(data: bytes, *, expect: SnapshotId) -> Register | None:
         return None
     whole = len(register.shards) == register.world_size or register.state == "aborted"
     is_ours = register.format == FORMAT_VERSION and register.id == expect
-    return register if whole and is_ours else None
+    return register if whole and is_ours and register.persist is not True else None
 
 
 def build_manifest(
@@ -227,6 +233,7 @@ def build_manifest(
         shards=tuple(shards),
         metadata=metadata,
         writer=dict(writer),
+        persist=msgspec.UNSET if first.persist else False,
     )
 
 
@@ -235,6 +242,9 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
     add = findings.add
     has = fields.keys().__ge__
     is_aborted = fields.get("state") == "aborted"
+    persist = fields.get("persist", msgspec.UNSET)
+    if persist is True or (persist is False and is_aborted):
+        add("only a committed snapshot has persist, and only as false")
     if has({"state"}) and fields["state"] not in ("committed", "aborted"):
         add(f"unknown state {quote(fields['state'])}")
     if has({"step", "run", "count", "nonce", "world_size"}):

@@ -185,6 +185,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writer: dict[str, str]
     reason: str = ""
     """Why it was aborted."""
+    persist: bool | msgspec.UnsetType = msgspec.UNSET
+    """False: saved to stay in memory, and here because its memory was needed. Never true."""
 
     @property
     def id(self) -> SnapshotId:

@@ -6,12 +6,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.preparing import Preparer
+from shardstore.tiers.reuse import Facts, is_in_flight, is_spillable, is_superseded
 from shardstore.tiers.slotfiles import SlotFiles, no_room
 from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
@@ -56,14 +58,15 @@ class MemoryTier:
         self.rank = rank
         self.budget_bytes = budget_bytes
         self.budget_from = budget_from
-        self._has_root = has_root
+        self._facts = Facts(owner, has_root)
         self._ops = ops
         self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
-        self._newest: SnapshotId | None = None
         self._preparer = Preparer(self._files, self._slots, self._changed)
         self._told: set[str] = set()
+        self.ask_spill: Callable[[SnapshotId], None] | None = None
+        """Asks all ranks to spill a persist=False snapshot, whose memory this rank needs. Does not wait."""
 
     @property
     def folder(self) -> str | None:
@@ -87,12 +90,12 @@ class MemoryTier:
     def newest_complete(self) -> SnapshotId | None:
         """P: the newest snapshot known complete on all ranks."""
         with self._changed:
-            return self._newest
+            return self._facts.newest
 
     def set_newest_complete(self, snapshot_id: SnapshotId | None) -> None:
         """Protect this one; older ones may become reusable."""
         with self._changed:
-            self._newest = snapshot_id
+            self._facts.newest = snapshot_id
             self._changed.notify_all()
 
     def mark_safe(self, snapshot_id: SnapshotId) -> None:
@@ -100,7 +103,15 @@ class MemoryTier:
         with self._changed:
             for slot in self._slots:
                 if slot.id == snapshot_id:
-                    slot.is_safe = True
+                    slot.is_safe, slot.is_leaving = True, False
+            self._changed.notify_all()
+
+    def mark_stays(self, snapshot_id: SnapshotId) -> None:
+        """This one was asked to go further out, and could not."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.id == snapshot_id:
+                    slot.is_leaving = False
             self._changed.notify_all()
 
     def mark_failed(self, snapshot_id: SnapshotId) -> None:
@@ -178,6 +189,7 @@ class MemoryTier:
             TierFullError: Nothing became free within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
+        asked: set[SnapshotId] = set()
         with self._changed:
             while nbytes <= self.budget_bytes:
                 slot = self._try_reserve(nbytes, kept=kept)
@@ -188,7 +200,7 @@ class MemoryTier:
                 if self._preparer.is_running:  # the room is there, and its pages soon will be
                     self._changed.wait(1.0)
                     continue
-                if not self._on_the_way_out():
+                if not self._on_the_way_out() and not self._send_out(asked):
                     return None
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -210,7 +222,7 @@ class MemoryTier:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
-            may_be_nameless = self._has_root and not must_outlive and self.folder is not None
+            may_be_nameless = self._facts.has_root and not must_outlive and self.folder is not None
             if new is None and may_be_nameless and not self._files.is_limited:
                 new = self._new_nameless(nbytes)
             if new is not None:
@@ -260,22 +272,15 @@ class MemoryTier:
         return False
 
     def _is_reusable(self, slot: Slot) -> bool:
-        """P3's rule."""
-        if slot.state != "sealed" or slot.users or slot.id is None:
-            return False
-        if slot.id == self._newest:
-            return self._is_only_room(slot)
-        if slot.is_failed:
-            return True
-        older = self._newest is not None and slot.id.order < self._newest.order
-        private = slot.path is None and self._has_root
-        return slot.is_safe and (older or private)
+        if slot.id is not None and slot.id == self._facts.newest:
+            return slot.state == "sealed" and not slot.users and self._is_only_room(slot)
+        return is_superseded(slot, self._facts)
 
     def _is_only_room(self, slot: Slot) -> bool:
         """The newest may go only where there is room for one, once it is committed further out."""
         if not slot.is_safe:
             return False
-        if slot.path is None and self._has_root:
+        if slot.path is None and self._facts.has_root:
             return True
         fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._files.is_full
         if fits_two or any(s.state != "sealed" for s in self._slots):
@@ -289,17 +294,19 @@ class MemoryTier:
 
     def _on_the_way_out(self) -> bool:
         """Whether some slot will become reusable without another save."""
-        return any(self._is_in_flight(slot) for slot in self._slots)
+        return any(is_in_flight(slot, self._facts) for slot in self._slots)
 
-    def _is_in_flight(self, slot: Slot) -> bool:
-        if slot.state == "staging" or slot.users:
-            return True
-        if slot.state == "free" or slot.id is None or slot.id.nonce != self.owner:
+    def _send_out(self, asked: set[SnapshotId]) -> bool:
+        """Have the oldest snapshot that is only in memory spilled, if there is one not asked for yet."""
+        found = [s for s in self._slots if is_spillable(s, self._facts) and s.id not in asked]
+        if not found or self.ask_spill is None:
             return False
-        if slot.is_failed or slot.is_kept or slot.is_safe:
-            return False
-        unknown = self._newest is None or slot.id.order > self._newest.order
-        return unknown or self._has_root
+        oldest = min(found, key=lambda s: s.id.order if s.id else (0, 0, ""))
+        assert oldest.id is not None
+        asked.add(oldest.id)
+        oldest.is_leaving = True
+        self.ask_spill(oldest.id)
+        return True
 
     def _used_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots) + self._preparer.promised_bytes
@@ -381,7 +388,7 @@ class MemoryTier:
             try:
                 self._files.give_final_name(slot, snapshot_id)
             except TierError as error:
-                if kept or not self._has_root:
+                if kept or not self._facts.has_root:
                     raise
                 self._tell(
                     "lost", f"{error}: this snapshot goes to the root without outliving us here"

@@ -58,6 +58,7 @@ class SlotFiles:
         except TierFullError as error:
             self._tell_full(error)
             return None
+        self.refusal = None
         return map_slot(fd, nbytes, path)
 
     def _fill(self, fd: int, nbytes: int, where: str) -> None:
@@ -109,7 +110,7 @@ class SlotFiles:
         erase_header(self._ops, slot)
         old_path, snapshot_id = slot.path, slot.id
         slot.state, slot.id = "free", None
-        slot.is_failed = slot.is_safe = slot.is_kept = False
+        slot.is_failed = slot.is_safe = slot.is_kept = slot.is_leaving = False
         if old_path is None or snapshot_id is None or self.folder is None:
             return
         slot.path = self._free_name(self.folder)

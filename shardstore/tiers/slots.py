@@ -39,7 +39,9 @@ class Slot:
     is_safe: bool = False
     """Committed further out, or superseded for good."""
     is_kept: bool = False
-    """persist=False: stays until it is deleted."""
+    """persist=False: stays until it is deleted, or goes further out because its memory is needed."""
+    is_leaving: bool = False
+    """Somebody needs its memory: the ranks are asked to spill it."""
     views: object = None
     """The owner's cache of typed views, dropped with the slot."""
 

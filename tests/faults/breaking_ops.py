@@ -88,13 +88,24 @@ def kill_at(number: int, pids: Sequence[int]) -> Action:
 
     def act(_name: str, at: int) -> None:
         if at == number:
-            for pid in [
-                *(p for p in pids if p != os.getpid()),
-                *(p for p in pids if p == os.getpid()),
-            ]:
-                os.kill(pid, signal.SIGKILL)
+            _kill(pids)
 
     return act
+
+
+def kill_at_point(point: str, pids: Sequence[int]) -> Action:
+    """End processes with SIGKILL at a named point; this one last."""
+
+    def act(name: str, _at: int) -> None:
+        if name == f"point:{point}":
+            _kill(pids)
+
+    return act
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGKILL)
 
 
 def raise_at(match: str, error: OSError, times: int = 1) -> Action:

@@ -15,6 +15,7 @@ from shardstore.format.manifest import (
     check_tables,
     decode_manifest,
     encode_manifest,
+    read_register,
     shard_file_name,
 )
 from shardstore.format.records import Manifest, Mesh, Placement, SnapshotId
@@ -42,6 +43,30 @@ ABORTED = msgspec.structs.replace(
 
 def decode(data: bytes, expect: SnapshotId | None = MANIFEST.id) -> Manifest:
     return decode_manifest(data, source="step-x/manifest.json", expect=expect)
+
+
+def test_what_was_saved_to_stay_in_memory_says_so_and_nothing_else_does() -> None:
+    kept = msgspec.structs.replace(MANIFEST, persist=False)
+    data = encode_manifest(kept)
+    assert b'"persist":false' in data
+    assert b"persist" not in DATA
+    assert decode(data) == kept
+    for manifest, is_counted in ((data, False), (DATA, True)):
+        register = read_register(manifest, expect=MANIFEST.id)
+        assert register is not None
+        assert register.is_counted is is_counted
+    for wrong in (
+        msgspec.structs.replace(MANIFEST, persist=True),
+        msgspec.structs.replace(ABORTED, persist=False),
+    ):
+        with pytest.raises(FormatError, match="only a committed snapshot has persist"):
+            decode(encode_manifest(wrong))
+    assert (
+        read_register(
+            encode_manifest(msgspec.structs.replace(MANIFEST, persist=True)), expect=MANIFEST.id
+        )
+        is None
+    )
 
 
 def test_a_manifest_reads_back_as_it_was_written() -> None:
@@ -127,6 +152,8 @@ HOSTILE: list[tuple[Callable[[Json], object], str]] = [
     (lambda m: m.update(state="done"), "unknown state 'done'"),
     (lambda m: m.update(state="aborted"), "an aborted snapshot has shards"),
     (lambda m: m.update(reason="x"), "a committed snapshot has a reason"),
+    (lambda m: m.update(persist=True), "has persist, and only as false"),
+    (lambda m: m.update(persist=0), "persist"),
     (lambda m: m.update(world_size=10**15), "world_size is"),
     (lambda m: m.update(world_size=2**31), "no shards for ranks [2, 3, 4, 5, 6, 7, 8, 9]"),
     (lambda m: m.update(world_size=0), "world_size is 0"),

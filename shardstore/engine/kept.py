@@ -1,0 +1,238 @@
+"""Snapshots of persist=False leave memory when some rank needs the room: to the root, on all ranks (P3).
+
+The rank that needs room asks, under a number that only one question gets. Every rank answers the
+questions in the order of their numbers, in the background: it writes its shard, and rank 0 publishes when
+all have. Nobody gives up the memory copy before the snapshot is committed; if that fails, it just stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any, Final
+
+import msgspec
+
+from shardstore.cluster.coordination import Stopped
+from shardstore.engine.catalog import Catalog, SealedShard, manifest_of, read_sealed_header
+from shardstore.engine.entries import collect_entries, entry_key, post_entry
+from shardstore.engine.session import Failure, Session, failure_of
+from shardstore.engine.workers import Worker
+from shardstore.errors import CoordinationError, ShardStoreError, TierError
+from shardstore.format.records import SnapshotId
+from shardstore.tiers.fileops import WRITE_BYTES, FileOps
+
+_EVERY_S: Final = 0.1
+_EVERY_S_PER_RANK: Final = 1 / 4096
+"""Ranks look for questions as rarely as is needed for rank 0 to hear some thousand of them a second."""
+
+
+class _Question(msgspec.Struct, frozen=True):
+    number: int
+    id: SnapshotId
+
+    @property
+    def name(self) -> str:
+        return f"kept-{self.number}"
+
+    @property
+    def label(self) -> str:
+        return f"spilling {self.id}, whose memory is needed"
+
+
+class KeptSnapshots:
+    """Hears and answers on one rank, which asks as well. Idle until `watch`."""
+
+    def __init__(self, session: Session, ops: FileOps) -> None:
+        """No thread runs before the first question."""
+        self._session = session
+        self._ops = ops
+        self._lock = threading.Lock()
+        self._next = 0
+        self._wanted: list[SnapshotId] = []
+        self._heard: Future[Any] | None = None
+        self._worker: Worker[_Question] = Worker("kept", self._answer)
+        if session.catalog is not None:
+            session.memory.ask_spill = self.ask
+            if any(session.memory.is_kept(snapshot_id) for snapshot_id in session.complete):
+                self.watch()
+
+    def watch(self) -> None:
+        """Listen for questions: there is something now that may be asked for. Again is fine."""
+        with self._lock:
+            if self._heard is None and self._session.catalog is not None:
+                self._listen()
+
+    def ask(self, snapshot_id: SnapshotId) -> None:
+        """Have all ranks spill this one. Does not wait; the memory tier hears what became of it."""
+        with self._lock:
+            self._wanted.append(snapshot_id)
+            if self._heard is None:
+                self._listen()
+            self._propose()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Answer nothing more than what was heard; False if that takes too long."""
+        self._worker.stop()
+        return self._worker.join(timeout_s)
+
+    # ---------------------------------------------------------------- questions
+
+    def _listen(self) -> None:
+        every_s = _EVERY_S + _EVERY_S_PER_RANK * self._session.world_size
+        self._heard = self._session.coordinator.watch([_ask_key(self._next)], every_s=every_s)
+        self._heard.add_done_callback(self._hear)
+
+    def _propose(self) -> None:
+        """Try for the next number; another rank's question may get it, then this one's gets a later."""
+        if self._wanted:
+            question = msgspec.json.encode(self._wanted[0])
+            self._session.coordinator.propose_later(_ask_key(self._next), question)
+
+    def _hear(self, heard: Future[Any]) -> None:
+        """On the thread of the key-value store's client."""
+        if heard.cancelled() or heard.exception() is not None:
+            return
+        with self._lock:
+            question = _Question(
+                self._next, msgspec.json.decode(heard.result()[0], type=SnapshotId)
+            )
+            self._next += 1
+            self._wanted = [i for i in self._wanted if i != question.id]
+            self._listen()
+            self._propose()
+        self._worker.submit(question)
+
+    # ------------------------------------------------------------------ answers
+
+    def _answer(self, question: _Question) -> None:
+        session = self._session
+        assert session.catalog is not None
+        try:
+            self._ops.point("spill kept")
+            sealed = self._write(session.catalog, question)
+            self._ops.point("post kept")
+            post_entry(
+                session.coordinator,
+                question.name,
+                sealed.header,
+                sealed.nbytes,
+                sealed.digest,
+                in_memory=True,
+            )
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which then keep their copies
+            self._tell(question, failure_of(error, session.rank))
+        try:
+            failure = self._decide(question) if session.rank == 0 else self._hear_outcome(question)
+        except CoordinationError as error:
+            session.memory.mark_stays(question.id)
+            session.warn(
+                "%s: the outcome is unknown, it stays in memory: %s", question.label, error
+            )
+            return
+        self._finish(session.catalog, question, failure)
+
+    def _tell(self, question: _Question, failure: Failure) -> None:
+        try:
+            self._session.coordinator.propose(_fail_key(question), msgspec.json.encode(failure))
+        except CoordinationError as unreachable:
+            self._session.warn(
+                "%s failed (%s) and it cannot be told: %s",
+                question.label, failure.cause, unreachable,
+            )  # fmt: skip
+
+    def _write(self, catalog: Catalog, question: _Question) -> SealedShard:
+        """This rank's file, from its slot; what is committed already is not written again."""
+        session, snapshot_id = self._session, question.id
+        reader = session.memory.open_shard(snapshot_id)
+        if reader is None:
+            raise TierError(
+                f"memory: rank {session.rank} has no copy of {snapshot_id} any more",
+                tier="memory", key=snapshot_id.name, operation="spill",
+            )  # fmt: skip
+        with reader:
+            sealed = read_sealed_header(reader)
+            if catalog.state(snapshot_id) == "committed":
+                return sealed
+            writer = catalog.tier.create_shard(snapshot_id, session.rank, reader.nbytes)
+            try:
+                with session.meter.measure("write", reader.nbytes):
+                    for start in range(0, reader.nbytes, WRITE_BYTES):
+                        part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
+                        writer.write(part, start)
+                        session.coordinator.progress(len(part))
+                        part.release()
+                    writer.publish()
+            except BaseException:
+                writer.discard()
+                raise
+        return sealed
+
+    def _decide(self, question: _Question) -> Failure | None:
+        """On rank 0: wait for all ranks' files, publish, tell the outcome. None: committed."""
+        session = self._session
+        try:
+            found = collect_entries(
+                session, question.name, what=question.label, stop=_fail_key(question)
+            )
+            failure = found.failure or self._publish(question.id, found.shards)
+        except CoordinationError as error:
+            if not getattr(error, "missing_ranks", ()):
+                raise
+            failure = failure_of(error, session.rank)
+        session.coordinator.propose(_outcome_key(question), msgspec.json.encode(failure))
+        return failure
+
+    def _publish(self, snapshot_id: SnapshotId, shards: dict[int, SealedShard]) -> Failure | None:
+        session = self._session
+        assert session.catalog is not None
+        self._ops.point("publish kept")
+        with session.retention_lock:  # `delete` either finds it published, or is known here
+            if snapshot_id in session.aborted:
+                return Failure(session.rank, "it was deleted meanwhile")
+            try:
+                if session.catalog.publish(manifest_of(shards, writer=session.writer)):
+                    return None
+            except (ShardStoreError, OSError) as error:
+                if session.catalog.state(snapshot_id) != "committed":
+                    return failure_of(error, session.rank)
+                return None
+        return Failure(session.rank, "another process closed this attempt as aborted")
+
+    def _hear_outcome(self, question: _Question) -> Failure | None:
+        """Elsewhere: what rank 0 decided. It alone may, so giving up here decides nothing."""
+        heard = self._session.coordinator.wait(
+            [_outcome_key(question)], phase=question.label, ranks=[0]
+        )
+        assert not isinstance(heard, Stopped)
+        return msgspec.json.decode(heard[0], type=Failure | None)
+
+    def _finish(self, catalog: Catalog, question: _Question, failure: Failure | None) -> None:
+        session, snapshot_id = self._session, question.id
+        session.coordinator.forget(entry_key(question.name, session.rank))
+        session.coordinator.retire(question.name, [_fail_key(question), _outcome_key(question)])
+        if failure is None:
+            session.meter.count("spilled")
+            session.memory.mark_safe(snapshot_id)
+            session.log("%s is committed (root): its memory was needed", snapshot_id)
+            return
+        session.memory.mark_stays(snapshot_id)
+        if session.rank in (0, failure.rank):
+            session.warn("%s failed, it stays in memory: %s", question.label, failure.describe())
+        try:
+            if catalog.state(snapshot_id) not in ("committed", "damaged"):
+                catalog.tier.remove_shard(snapshot_id, session.rank)
+        except (ShardStoreError, OSError) as error:
+            session.warn("%s", error)
+
+
+def _ask_key(number: int) -> str:
+    return f"kept-{number}/ask"
+
+
+def _fail_key(question: _Question) -> str:
+    return f"{question.name}/fail"
+
+
+def _outcome_key(question: _Question) -> str:
+    return f"{question.name}/outcome"
