@@ -21,7 +21,13 @@ from shardstore.engine.failures import Failures
 from shardstore.engine.handle import Snapshot
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.leaving import Leaver
-from shardstore.engine.listing import SnapshotInfo, list_session, resolve_name, resolve_root
+from shardstore.engine.listing import (
+    SnapshotInfo,
+    list_session,
+    resolve_disk,
+    resolve_name,
+    resolve_root,
+)
 from shardstore.engine.opening import OpenOptions, open_session
 from shardstore.engine.plan import check_step
 from shardstore.engine.report import RestoreReport
@@ -53,6 +59,7 @@ class SnapshotStore:
         self,
         root: str | os.PathLike[str] | None = None,
         *,
+        disk: str | os.PathLike[str] | None = None,
         memory: int | str = "auto",
         memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
         name: str | None = None,
@@ -65,13 +72,16 @@ class SnapshotStore:
         """Open the store, and adopt what a dead run of the same name left in memory.
 
         Args:
-            root: Folder where snapshots are durable, shared by all hosts. None: memory only.
+            root: Folder where snapshots are durable, shared by all hosts. None: memory and disk only.
+            disk: Folder on a disk of each host, between memory and the root: memory is free again as soon
+                as a snapshot is there, and a restart reads it from there. When it is full, what the root
+                has as well goes, oldest first.
             memory: Host memory for this rank, "24GiB" or bytes; "auto" is half of what is free,
                 shared among the host's ranks; 0 keeps nothing in memory (needs a root). A state that
                 does not fit is streamed to the root, and `save` blocks until it is there.
             memory_dir: A tmpfs for the memory tier.
-            name: Namespace under `memory_dir`; default: digest of the root. With neither name nor root,
-                memory is private and ends with the process.
+            name: Namespace under `memory_dir` and `disk`; default: digest of the root, else of the disk.
+                With none of these, memory is private and ends with the process.
             keep: How many snapshots to keep; None deletes nothing.
             on_full: What `save` does while no memory is free, but some is on its way out: waits for
                 it; leaves this snapshot out, on all ranks (`wait` returns None then); or writes
@@ -83,7 +93,8 @@ class SnapshotStore:
         Raises:
             ValueError: An argument is off.
             CoordinationError: Ranks differ in arguments; or WORLD_SIZE > 1 without init_process_group.
-            TierError: There is no root and `memory_dir` cannot be used, or either is a file.
+            TierError: `disk` cannot be used; or `memory_dir` cannot and there is neither root nor disk; or
+                one of them is a file.
         """
         if on_error not in ("raise", "warn"):
             raise ValueError(f'on_error must be "raise" or "warn", got {on_error!r}')
@@ -91,15 +102,19 @@ class SnapshotStore:
             raise ValueError(f'on_full must be "wait", "skip" or "direct", got {on_full!r}')
         timeout_s = check_timeout(timeout_s, what="timeout_s")
         resolved = resolve_root(root)
+        local = resolve_disk(disk)
         is_auto = isinstance(memory, str) and memory == "auto"
         budget = None if is_auto else parse_bytes(memory, what="memory")
-        if budget == 0 and resolved is None:
-            raise ValueError("memory=0 needs a root: there would be nowhere to keep a snapshot")
+        if budget == 0 and resolved is None and local is None:
+            raise ValueError(
+                "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
+            )
         self._options = OpenOptions(
             root=resolved,
+            disk=local,
             memory_bytes=budget,
             memory_dir=resolve_memory_dir(memory_dir),
-            name=resolve_name(name, resolved),
+            name=resolve_name(name, resolved or local),
             keep=check_keep(keep),
             timeout_s=timeout_s,
             on_error=on_error,
@@ -278,7 +293,11 @@ class SnapshotStore:
             ready.wait(max(0.0, deadline - time.monotonic()))
 
     def _where(self) -> str:
-        return self._options.root or f"memory ({self._options.name or 'private'})"
+        return (
+            self._options.root
+            or self._options.disk
+            or f"memory ({self._options.name or 'private'})"
+        )
 
     @contextmanager
     def swapped(

@@ -1,4 +1,7 @@
-"""The outcome of a save with a root: the register on the root, then one write-once key (P2, P4)."""
+"""The outcome of a save beyond memory: the register on the root, then one write-once key (P2, P4).
+
+Where there is only a disk beyond memory, the key alone is the outcome.
+"""
 
 from __future__ import annotations
 
@@ -75,15 +78,20 @@ def commit_on_rank_0(session: Session, save: PendingSave) -> Outcome:
     if outcome.failure is not None and not _close_register(session, save, outcome.failure):
         outcome = _committed(save)
     if outcome.failure is None:
-        outcome = msgspec.structs.replace(outcome, released=_release_old(session))
+        outcome = msgspec.structs.replace(outcome, released=_release_old(session, save))
     return _decide(session, save, outcome)
 
 
-def _release_old(session: Session) -> tuple[SnapshotId, ...]:
+def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
     """Retention, first half: take old snapshots off the list, now that a successor is on it."""
     released: list[SnapshotId] = []
-    assert session.catalog is not None
-    if session.keep is None or _has_successor(session):
+    if session.keep is None:
+        return ()
+    if session.catalog is None:
+        with session.lock:
+            near = {*session.complete, *([save.id] if save.id is not None else [])}
+        return tuple(plan_deletions((i for i in near if session.is_counted(i)), session.keep))
+    if _has_successor(session):
         return ()
     with session.retention_lock:
         if session.is_restoring:
@@ -133,7 +141,8 @@ def _wait_durable(session: Session, save: PendingSave) -> Failure | None:
 
 def _publish(session: Session, save: PendingSave) -> Outcome:
     assert save.shards is not None
-    assert session.catalog is not None
+    if session.catalog is None:
+        return _committed(save)  # on the disks of all ranks
     try:
         if session.catalog.publish(manifest_of(save.shards, writer=session.writer)):
             return _committed(save)

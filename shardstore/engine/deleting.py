@@ -34,7 +34,10 @@ def delete_step(session: Session, step: int, *, name: str) -> None:
         CoordinationError: Ranks named different steps, or storage failed on rank 0.
     """
     coordinator = session.coordinator
-    request = _Request(step, tuple(i for i in session.memory.ids() if i.step == step))
+    near = set(session.memory.ids())
+    if session.on_disk is not None:
+        near |= set(session.on_disk.disk.ids())
+    request = _Request(step, tuple(i for i in near if i.step == step))
     found = msgspec.json.decode(
         coordinator.gather_decide(
             f"{name}/find",

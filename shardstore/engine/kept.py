@@ -1,4 +1,6 @@
-"""Snapshots of persist=False leave memory when some rank needs the room: to the root, on all ranks (P3).
+"""Snapshots of persist=False leave memory when some rank needs the room, on all ranks (P3).
+
+They go to the root, or to the disks where there is none.
 
 The rank that needs room asks, under a number that only one question gets. Every rank answers the
 questions in the order of their numbers, in the background: it writes its shard, and rank 0 publishes when
@@ -8,19 +10,21 @@ all have. Nobody gives up the memory copy before the snapshot is committed; if t
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
 
 from shardstore.cluster.coordination import Stopped
-from shardstore.engine.catalog import Catalog, SealedShard, manifest_of, read_sealed_header
+from shardstore.engine.catalog import SealedShard, manifest_of, read_sealed_header
 from shardstore.engine.entries import collect_entries, entry_key, post_entry
 from shardstore.engine.session import Failure, Session, failure_of
+from shardstore.engine.spill import copy_sealed, open_near
 from shardstore.engine.workers import Worker
-from shardstore.errors import CoordinationError, ShardStoreError, TierError
+from shardstore.errors import CoordinationError, ShardStoreError
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.fileops import WRITE_BYTES, FileOps
+from shardstore.tiers.fileops import FileOps
 
 _EVERY_S: Final = 0.1
 _EVERY_S_PER_RANK: Final = 1 / 4096
@@ -52,7 +56,7 @@ class KeptSnapshots:
         self._wanted: list[SnapshotId] = []
         self._heard: Future[Any] | None = None
         self._worker: Worker[_Question] = Worker("kept", self._answer)
-        if session.catalog is not None:
+        if session.has_outer:
             session.memory.ask_spill = self.ask
             if any(session.memory.is_kept(snapshot_id) for snapshot_id in session.complete):
                 self.watch()
@@ -60,7 +64,7 @@ class KeptSnapshots:
     def watch(self) -> None:
         """Listen for questions: there is something now that may be asked for. Again is fine."""
         with self._lock:
-            if self._heard is None and self._session.catalog is not None:
+            if self._heard is None and self._session.has_outer:
                 self._listen()
 
     def ask(self, snapshot_id: SnapshotId) -> None:
@@ -107,10 +111,9 @@ class KeptSnapshots:
 
     def _answer(self, question: _Question) -> None:
         session = self._session
-        assert session.catalog is not None
         try:
             self._ops.point("spill kept")
-            sealed = self._write(session.catalog, question)
+            sealed = self._write(question.id)
             self._ops.point("post kept")
             post_entry(
                 session.coordinator,
@@ -130,7 +133,7 @@ class KeptSnapshots:
                 "%s: the outcome is unknown, it stays in memory: %s", question.label, error
             )
             return
-        self._finish(session.catalog, question, failure)
+        self._finish(question, failure)
 
     def _tell(self, question: _Question, failure: Failure) -> None:
         try:
@@ -141,32 +144,22 @@ class KeptSnapshots:
                 question.label, failure.cause, unreachable,
             )  # fmt: skip
 
-    def _write(self, catalog: Catalog, question: _Question) -> SealedShard:
-        """This rank's file, from its slot; what is committed already is not written again."""
-        session, snapshot_id = self._session, question.id
-        reader = session.memory.open_shard(snapshot_id)
-        if reader is None:
-            raise TierError(
-                f"memory: rank {session.rank} has no copy of {snapshot_id} any more",
-                tier="memory", key=snapshot_id.name, operation="spill",
-            )  # fmt: skip
-        with reader:
-            sealed = read_sealed_header(reader)
-            if catalog.state(snapshot_id) == "committed":
-                return sealed
-            writer = catalog.tier.create_shard(snapshot_id, session.rank, reader.nbytes)
-            try:
-                with session.meter.measure("write", reader.nbytes):
-                    for start in range(0, reader.nbytes, WRITE_BYTES):
-                        part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
-                        writer.write(part, start)
-                        session.coordinator.progress(len(part))
-                        part.release()
-                    writer.publish()
-            except BaseException:
-                writer.discard()
-                raise
+    def _write(self, snapshot_id: SnapshotId) -> SealedShard:
+        """This rank's file, from its slot; what is there already is not written again."""
+        session = self._session
+        if self._is_further_out(snapshot_id):
+            with open_near(session, snapshot_id) as reader:
+                return read_sealed_header(reader)
+        started = time.monotonic()
+        sealed = copy_sealed(session, session.create_outermost, snapshot_id)
+        session.meter.add("write", sealed.nbytes, time.monotonic() - started)
         return sealed
+
+    def _is_further_out(self, snapshot_id: SnapshotId) -> bool:
+        session = self._session
+        if session.catalog is not None:
+            return session.catalog.state(snapshot_id) == "committed"
+        return session.on_disk is not None and session.on_disk.disk.has(snapshot_id)
 
     def _decide(self, question: _Question) -> Failure | None:
         """On rank 0: wait for all ranks' files, publish, tell the outcome. None: committed."""
@@ -185,11 +178,12 @@ class KeptSnapshots:
 
     def _publish(self, snapshot_id: SnapshotId, shards: dict[int, SealedShard]) -> Failure | None:
         session = self._session
-        assert session.catalog is not None
         self._ops.point("publish kept")
         with session.retention_lock:  # `delete` either finds it published, or is known here
             if snapshot_id in session.aborted:
                 return Failure(session.rank, "it was deleted meanwhile")
+            if session.catalog is None:
+                return None  # on the disks of all ranks
             try:
                 if session.catalog.publish(manifest_of(shards, writer=session.writer)):
                     return None
@@ -207,21 +201,39 @@ class KeptSnapshots:
         assert not isinstance(heard, Stopped)
         return msgspec.json.decode(heard[0], type=Failure | None)
 
-    def _finish(self, catalog: Catalog, question: _Question, failure: Failure | None) -> None:
+    def _finish(self, question: _Question, failure: Failure | None) -> None:
         session, snapshot_id = self._session, question.id
         session.coordinator.forget(entry_key(question.name, session.rank))
         session.coordinator.retire(question.name, [_fail_key(question), _outcome_key(question)])
         if failure is None:
             session.meter.count("spilled")
+            self._mark(snapshot_id)
             session.memory.mark_safe(snapshot_id)
-            session.log("%s is committed (root): its memory was needed", snapshot_id)
+            session.log("%s has left memory, which was needed", snapshot_id)
             return
         session.memory.mark_stays(snapshot_id)
         if session.rank in (0, failure.rank):
             session.warn("%s failed, it stays in memory: %s", question.label, failure.describe())
+        self._remove(snapshot_id)
+
+    def _mark(self, snapshot_id: SnapshotId) -> None:
+        """Without a root a mark says, beside the file, that all ranks had it."""
+        session = self._session
+        if session.catalog is None and session.on_disk is not None:
+            try:
+                session.on_disk.disk.mark_complete(snapshot_id)
+            except ShardStoreError as error:
+                session.warn("%s", error)
+
+    def _remove(self, snapshot_id: SnapshotId) -> None:
+        """Remove what this rank wrote, unless it is a snapshot all the same."""
+        session = self._session
         try:
-            if catalog.state(snapshot_id) not in ("committed", "damaged"):
-                catalog.tier.remove_shard(snapshot_id, session.rank)
+            if session.catalog is None:
+                if session.on_disk is not None:
+                    session.on_disk.remove(snapshot_id)
+            elif session.catalog.state(snapshot_id) not in ("committed", "damaged"):
+                session.catalog.tier.remove_shard(snapshot_id, session.rank)
         except (ShardStoreError, OSError) as error:
             session.warn("%s", error)
 

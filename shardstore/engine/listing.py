@@ -14,6 +14,7 @@ from shardstore.engine.arguments import check_path
 from shardstore.engine.catalog import Catalog
 from shardstore.errors import shown
 from shardstore.format.manifest import Register
+from shardstore.format.records import SnapshotId
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 
@@ -31,7 +32,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     id: str
     """Whole identity; unequal for two saves of one step."""
     tiers: tuple[str, ...]
-    """Where it is, near to far: `memory`, `root`."""
+    """Where it is, near to far: `memory`, `disk`, `root`."""
     nbytes: int
     """Bytes of all ranks; of this rank alone where there is no manifest."""
     created: float
@@ -56,6 +57,23 @@ def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
         raise ValueError(
             f"root={text!r}: this version stores on local and mounted file systems only; give a path"
         )
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def resolve_disk(disk: str | os.PathLike[str] | None) -> str | None:
+    """Absolute path of the folder between memory and the root.
+
+    Raises:
+        ValueError: Empty, or no local path.
+    """
+    if disk is None:
+        return None
+    try:
+        text: str | bytes = os.fspath(disk)
+    except TypeError:
+        text = b""
+    if not text or isinstance(text, bytes) or _SCHEME.match(text):
+        raise ValueError(f"disk must be a path on a disk of this host or None, got {disk!r}")
     return os.path.abspath(os.path.expanduser(text))
 
 
@@ -89,9 +107,15 @@ def info_of(manifest: Register, tiers: tuple[str, ...]) -> SnapshotInfo:
 
 def list_session(session: Session) -> list[SnapshotInfo]:
     """Restorable snapshots as this rank knows them, oldest first; asks no other rank."""
-    readable = set(session.memory.ids())
+    near: dict[SnapshotId, tuple[str, ...]] = dict.fromkeys(session.memory.ids(), ("memory",))
+    for snapshot_id in session.on_disk.disk.ids() if session.on_disk is not None else ():
+        near[snapshot_id] = (*near.get(snapshot_id, ()), "disk")
     with session.lock:
-        found = {i: info for i, info in session.complete.items() if i in readable}
+        found = {
+            i: msgspec.structs.replace(info, tiers=near[i])
+            for i, info in session.complete.items()
+            if i in near
+        }
     if session.catalog is not None:
         on_root = set(session.catalog.ids())
         for snapshot_id in on_root & found.keys():
@@ -99,8 +123,8 @@ def list_session(session: Session) -> list[SnapshotInfo]:
             if session.catalog.state(snapshot_id) in ("aborted", "damaged"):
                 del found[snapshot_id]
         for manifest in session.catalog.committed():
-            tiers = ("memory", "root") if manifest.id in found else ("root",)
-            found[manifest.id] = info_of(manifest, tiers)
+            tiers = near.get(manifest.id, ()) if manifest.id in found else ()
+            found[manifest.id] = info_of(manifest, (*tiers, "root"))
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 
 

@@ -122,6 +122,14 @@ def _sources(
     memory = session.memory.open_shard(candidate.id)
     if memory is not None:
         yield memory
+    if session.on_disk is not None:
+        try:
+            on_disk = session.on_disk.disk.open_shard(candidate.id)
+        except TierError as error:
+            problems.append(error)
+        else:
+            if on_disk is not None:
+                yield on_disk
     if session.catalog is not None:
         try:
             yield session.catalog.tier.open_shard(candidate.id, session.rank)

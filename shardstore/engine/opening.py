@@ -1,11 +1,12 @@
-"""Open a session: connect the ranks, adopt what a dead run left in memory, agree on what to protect."""
+"""Open a session: connect the ranks, adopt what a dead run left near them, agree on what to protect."""
 
 from __future__ import annotations
 
-import logging
+import os
 import platform
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,23 +14,21 @@ from shardstore.cluster.connect import connect
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
-from shardstore.engine.listing import SnapshotInfo
-from shardstore.engine.retention import plan_deletions
+from shardstore.engine.ondisk import OnDisk
+from shardstore.engine.openmemory import open_memory, warn_of_root
+from shardstore.engine.protecting import Near, protect
 from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
-from shardstore.errors import TierError, TierFullError
+from shardstore.format.gist import Gist
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.adoption import Adopted, adopt_files, make_memory_folder
+from shardstore.tiers.adoption import Adopted
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
-from shardstore.tiers.limits import Room, measured_budget, tightest_room
-from shardstore.tiers.memory import MemoryTier
-from shardstore.tiers.places import check_memory_dir, check_root, doubts_about_root
+from shardstore.tiers.localdisk import LocalDisk, check_disk
+from shardstore.tiers.places import check_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
-
-_LOG: Final = logging.getLogger("shardstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,8 @@ class OpenOptions:
     """Checked arguments of `SnapshotStore`."""
 
     root: str | None
+    disk: str | None
+    """Absolute; this store uses a folder of its own in it."""
     memory_bytes: int | None
     """None: measured."""
     memory_dir: str
@@ -51,20 +52,20 @@ class OpenOptions:
         """What must be equal on all ranks."""
         return (
             self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error, self.on_full,
+            self.disk is not None,
         )  # fmt: skip
 
 
 class _Report(msgspec.Struct, frozen=True):
     arguments: tuple[object, ...]
     inventory: Inventory
+    on_disk: tuple[SnapshotId, ...]
     problem: Note | None
 
 
 class _Agreement(msgspec.Struct, frozen=True):
     problem: Note | None = None
-    newest: SnapshotId | None = None
-    everywhere: tuple[SnapshotId, ...] = ()
-    """Readable in memory on all ranks."""
+    near: Near = Near()
 
 
 def open_session(options: OpenOptions, process_group: ProcessGroup | None, ops: FileOps) -> Session:
@@ -72,7 +73,7 @@ def open_session(options: OpenOptions, process_group: ProcessGroup | None, ops: 
 
     Raises:
         CoordinationError: Ranks differ in their arguments, or one failed.
-        TierError: The memory folder cannot be used.
+        TierError, ValueError: The memory folder or the disk cannot be used.
     """
     coordinator = connect(process_group, timeout_s=options.timeout_s)
     try:
@@ -85,17 +86,22 @@ def open_session(options: OpenOptions, process_group: ProcessGroup | None, ops: 
 def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Session:
     problem, error = None, None
     adopted, memory = Adopted(), None
-    catalog = None
+    catalog, on_disk = None, None
+    gists: dict[SnapshotId, Gist] = {}
     if options.root is not None:
         catalog = Catalog(DiskTier(options.root, name="root", ops=ops))
     try:
         if options.root is not None:
             check_root(options.root)
-        memory, adopted = _open_memory(options, coordinator, ops)
-        _warn_of_root(options, memory, coordinator.rank, ops)
+        on_disk = _open_disk(options, coordinator, ops)
+        gists = on_disk.gists() if on_disk is not None else {}
+        memory, adopted = open_memory(options, coordinator, ops)
+        warn_of_root(options, memory, coordinator.rank, ops)
     except Exception as raised:  # noqa: BLE001 - every rank must hear of it
         problem, error = note_of(raised, coordinator.rank), raised
-    report = _Report(options.shared_arguments, _inventory(adopted), problem)
+    marked = {*adopted.marked, *(on_disk.disk.marked() if on_disk is not None else ())}
+    inventory = _inventory(adopted, gists, marked)
+    report = _Report(options.shared_arguments, inventory, tuple(gists), problem)
 
     def decide(values: list[bytes]) -> bytes:
         reports = [msgspec.json.decode(value, type=_Report) for value in values]
@@ -117,99 +123,43 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         coordinator=coordinator,
         memory=memory,
         catalog=catalog,
+        on_disk=on_disk,
         keep=options.keep,
         timeout_s=options.timeout_s,
         writer=writer_versions(),
         nonce=coordinator.nonce,
         host=platform.node(),
         boot_id=coordinator.boot_id,
-        highest_adopted_run=adopted.highest_run,
+        highest_adopted_run=max([adopted.highest_run, *(i.run for i in gists)]),
         local_ranks=tuple(coordinator.local_ranks),
     )
-    _protect(session, adopted, agreement)
+    session.marked |= marked
+    protect(session, adopted, gists, agreement.near)
     return session
 
 
-def _open_memory(
-    options: OpenOptions, coordinator: Coordinator, ops: FileOps
-) -> tuple[MemoryTier, Adopted]:
-    folder, adopted = None, Adopted()
-    memory_dir = None
-    if options.name is not None and options.memory_bytes != 0:
-        try:
-            folder, adopted = _open_folder(options, options.name, coordinator, ops)
-            memory_dir = options.memory_dir
-        except TierError as error:
-            if options.root is None or not _is_unusable(error):
-                raise
-            _LOG.warning(
-                "rank %d: %s Until then saves go to the root through memory of this process, which a "
-                "restart cannot use.", coordinator.rank, error,
-            )  # fmt: skip
-    num_local_ranks = len(coordinator.local_ranks)
-    own = sum(slot.nbytes for slot in adopted.slots)
-    budget, budget_from = options.memory_bytes, ""
-    if budget is None:
-        room = tightest_room(memory_dir, ops)
-        budget = measured_budget(room, num_local_ranks=num_local_ranks) + own
-        budget_from = (
-            f' memory="auto" gave half of the {room.nbytes:,} bytes that were free under {room.where}, '
-            f"for {num_local_ranks} rank(s) of this host. {room.remedy}"
-        )
-    elif coordinator.rank == min(coordinator.local_ranks):
-        _warn_beyond(budget, own, num_local_ranks, tightest_room(memory_dir, ops, with_swap=True))
-    memory = MemoryTier(
-        folder,
-        rank=coordinator.rank,
-        owner=coordinator.nonce,
-        budget_bytes=budget,
-        has_root=options.root is not None,
-        ops=ops,
-        budget_from=budget_from,
-    )
-    return memory, adopted
+def _open_disk(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> OnDisk | None:
+    if options.disk is None:
+        return None
+    assert options.name is not None
+    check_disk(options.disk, memory_dir=options.memory_dir, root=options.root)
+    location = os.path.join(options.disk, f"shardstore-{os.getuid()}", options.name)
+    disk = LocalDisk(location, rank=coordinator.rank, ops=ops)
+    return OnDisk(disk, local_ranks=tuple(coordinator.local_ranks))
 
 
-def _warn_of_root(options: OpenOptions, memory: MemoryTier, rank: int, ops: FileOps) -> None:
-    if options.root is None or rank != 0:
-        return
-    memory_dir = None if memory.folder is None else options.memory_dir
-    doubt = doubts_about_root(options.root, memory_dir, ops)
-    if doubt is not None:
-        _LOG.warning("rank %d: %s", rank, doubt)
-
-
-def _open_folder(
-    options: OpenOptions, name: str, coordinator: Coordinator, ops: FileOps
-) -> tuple[str, Adopted]:
-    check_memory_dir(options.memory_dir, ops)
-    folder = make_memory_folder(options.memory_dir, name)
-    return folder, adopt_files(folder, rank=coordinator.rank, owner=coordinator.nonce, ops=ops)
-
-
-def _is_unusable(error: TierError) -> bool:
-    """Whether the job can do without: the tmpfs is missing, read-only or full; not somebody else's folder."""
-    return error.operation == "open" or isinstance(error, TierFullError)
-
-
-def _warn_beyond(budget: int, own: int, num_local_ranks: int, room: Room) -> None:
-    """Say at once that a budget is more than there is; what does not fit is refused when it comes."""
-    wanted = max(0, budget - own) * num_local_ranks
-    if wanted > room.nbytes and room.remedy:
-        _LOG.warning(
-            "memory=%s bytes for each of %d rank(s) of this host is more than the %s bytes left under "
-            "%s: what does not fit there goes straight to the root, or is refused without one. %s",
-            f"{budget:,}", num_local_ranks, f"{room.nbytes:,}", room.where, room.remedy,
-        )  # fmt: skip
-
-
-def _inventory(adopted: Adopted) -> Inventory:
+def _inventory(
+    adopted: Adopted, gists: Mapping[SnapshotId, Gist], marked: Collection[SnapshotId]
+) -> Inventory:
+    """What this rank can read near it."""
+    world_sizes = {i: gist.world_size for i, gist in gists.items()}
+    world_sizes |= {i: header.world_size for i, (header, _) in adopted.headers.items()}
     return Inventory(
         tuple(
-            Holding(snapshot_id, header.world_size, is_complete=snapshot_id in adopted.marked)
-            for snapshot_id, (header, _) in adopted.headers.items()
+            Holding(snapshot_id, world_size, is_complete=snapshot_id in marked)
+            for snapshot_id, world_size in world_sizes.items()
         ),
-        tuple(adopted.marked),
+        tuple(marked),
     )
 
 
@@ -220,7 +170,7 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         return _Agreement(merge_notes(problems))
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
-            labels = ("root", "name", "keep", "memory=0", "on_error", "on_full")
+            labels = ("root", "name", "keep", "memory=0", "on_error", "on_full", "disk given")
             differing = "; ".join(
                 f"{label} is {mine!r} on rank 0 and {theirs!r} on rank {rank}"
                 for label, mine, theirs in zip(
@@ -239,51 +189,9 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
     inventories = [report.inventory for report in reports]
     found = Chooser(inventories, catalog, step=None).next()
     holders = [{h.id for h in i.holdings if h.world_size == len(reports)} for i in inventories]
-    everywhere = set.intersection(*holders)
-    return _Agreement(
+    near = Near(
         newest=found.id if isinstance(found, Candidate) else None,
-        everywhere=tuple(sorted(everywhere, key=lambda i: i.order)),
+        whole=tuple(set.intersection(*holders)),
+        on_disks=tuple(set.intersection(*({*report.on_disk} for report in reports))),
     )
-
-
-def _protect(session: Session, adopted: Adopted, agreement: _Agreement) -> None:
-    """Take the adopted slots under P3's rule: the agreed newest is protected before any slot is reused."""
-    memory, catalog = session.memory, session.catalog
-    everywhere = set(agreement.everywhere)
-    memory.set_newest_complete(agreement.newest)
-    memory.adopt(adopted.slots)
-    session.marked |= set(adopted.marked)
-    for slot in adopted.slots:
-        if slot.id is None or slot.id not in adopted.headers:
-            continue
-        header = adopted.headers[slot.id][0]
-        session.adopted_world_sizes[slot.id] = header.world_size
-        is_newest = slot.id == agreement.newest
-        on_root = catalog.state(slot.id) if catalog is not None else "torn"
-        committed = on_root == "committed"
-        if on_root == "aborted":
-            # Retired now: once the register is gone, a later start would take the copy for whole.
-            memory.mark_failed(slot.id)
-            continue
-        if slot.id in everywhere:
-            session.complete[slot.id] = SnapshotInfo(
-                step=header.step,
-                id=slot.id.name,
-                tiers=("memory",),
-                nbytes=slot.nbytes,
-                created=header.created,
-                pinned=False,
-                metadata=header.metadata,
-            )
-            superseded = catalog is not None and header.persist and not is_newest
-            if committed or superseded:
-                slot.is_safe = True
-        elif header.world_size != session.world_size or committed or slot.id in session.marked:
-            # On the root, or of use for telling what is missing: goes when room is needed.
-            slot.is_safe = True
-        elif not is_newest:
-            slot.is_failed = True
-    if catalog is None:  # a crash may have come between "complete" and what it releases
-        counted = [i for i in session.complete if not memory.is_kept(i)]
-        for old in plan_deletions(counted, session.keep):
-            session.forget(old)
+    return _Agreement(near=near)

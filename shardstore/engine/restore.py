@@ -33,6 +33,7 @@ from shardstore.errors import (
     TierFullError,
     UnsupportedStateError,
 )
+from shardstore.format.records import SnapshotId
 from shardstore.state.guards import check_boundary
 from shardstore.state.quiet import without_gc
 
@@ -142,7 +143,7 @@ class Restorer:
             if self._options.step is not None:
                 self._take_step(self._options.step)
             check_boundary(self._state)
-            inventory = take_inventory(self._session)
+            inventory = take_inventory(self._session, self._options.step)
         except BaseException as error:  # noqa: BLE001 - every rank must hear of it
             problem, self._refused_by = note_of(error, self._session.rank), error
         options = self._options
@@ -368,16 +369,26 @@ def _corrupt_note(skipped: tuple[Skip, ...]) -> Note:
     return Note("corrupt", f"the newest snapshot cannot be read and fallback=False: {reasons}")
 
 
-def take_inventory(session: Session) -> Inventory:
-    """What this rank can offer from memory, headers checked."""
-    holdings = []
+def take_inventory(session: Session, step: int | None) -> Inventory:
+    """What this rank can offer from memory and its disk, headers checked; of one step, if given."""
+    readable: list[SnapshotId] = []
     for snapshot_id in session.memory.ids():
+        if step is not None and snapshot_id.step != step:
+            continue
         try:
             session.memory.check_header(snapshot_id)
         except (FormatError, CorruptSnapshotError) as error:
             session.warn("%s", error)
             continue
-        world_size = session.adopted_world_sizes.get(snapshot_id, session.world_size)
-        known = snapshot_id in session.complete or snapshot_id in session.marked
-        holdings.append(Holding(snapshot_id, world_size, is_complete=known))
-    return Inventory(tuple(holdings), tuple(session.marked), tuple(session.aborted))
+        readable.append(snapshot_id)
+    if session.on_disk is not None:
+        readable += [i for i in session.on_disk.gists(step) if i not in readable]
+    holdings = tuple(
+        Holding(
+            snapshot_id,
+            session.adopted_world_sizes.get(snapshot_id, session.world_size),
+            is_complete=snapshot_id in session.complete or snapshot_id in session.marked,
+        )
+        for snapshot_id in readable
+    )
+    return Inventory(holdings, tuple(session.marked), tuple(session.aborted))

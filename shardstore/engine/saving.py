@@ -24,6 +24,7 @@ from shardstore.engine.commit import (
 )
 from shardstore.engine.entries import entry_key, post_entry
 from shardstore.engine.failures import Failures, save_failed
+from shardstore.engine.freeing import free_memory_once_on_disks, on_disk_key
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.retention import plan_deletions
@@ -34,7 +35,7 @@ from shardstore.engine.session import (
     Session,
     failure_of,
 )
-from shardstore.engine.spill import write_shard
+from shardstore.engine.spill import copy_sealed, write_shard, write_to_disk
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId, TensorPiece
@@ -62,9 +63,12 @@ class SavePipeline:
         self._lock = threading.Lock()
         self._sealer: Worker[PendingSave] = Worker("seal", self._seal)
         self._spiller: Worker[PendingSave] = Worker("spill", self._spill)
+        self._passer: Worker[PendingSave] = Worker("pass", self._pass_on)
         self._completer: Worker[PendingSave] = Worker("complete", self._complete)
         self._committer: Worker[PendingSave] = Worker("commit", self._commit)
-        self._workers = (self._sealer, self._spiller, self._completer, self._committer)
+        self._workers = (
+            self._sealer, self._spiller, self._passer, self._completer, self._committer,
+        )  # fmt: skip
 
     def submit(self, save: PendingSave) -> None:
         """Take a save: staged, or with `raised` or `broken` set. Every rank submits every save that it enters."""
@@ -182,22 +186,56 @@ class SavePipeline:
     # ------------------------------------------------------------------- spill
 
     def _spill(self, save: PendingSave) -> None:
+        """Write to the tier after memory, while the digests are taken."""
         session = self._session
+        is_passed_on = False
         try:
-            if session.catalog is None or not save.persist:
+            if not session.has_outer or not save.persist:
                 return
             self._ops.point("spill")
             started = time.monotonic()
-            if not write_shard(session, session.catalog, save):
-                return
-            nbytes = save.layout.nbytes if save.layout else 0
-            session.meter.add("write", nbytes, time.monotonic() - started)
-            self._ops.point("post durable")
-            session.coordinator.post(f"durable/{save.count}/{session.rank}", b"1")
+            done: bool | None = None
+            if session.on_disk is not None and save.streamed is None:
+                done = write_to_disk(session, save)
+                if done and session.catalog is not None:
+                    self._count_written(save, started)
+                    self._ops.point("post on disk")
+                    save.watches = free_memory_once_on_disks(session, save)
+                    is_passed_on = self._passer.submit(save)
+                    return
+            if done is None:
+                done = write_shard(session, session.create_outermost, save)
+            if done:
+                self._count_written(save, started)
+                self._post_durable(save)
+        except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
+            self._report(save, error)
+        finally:
+            if not is_passed_on:
+                save.spilled.set()
+
+    def _pass_on(self, save: PendingSave) -> None:
+        """From memory or the disk to the root. Its memory may serve other saves meanwhile."""
+        session = self._session
+        try:
+            assert save.id is not None
+            self._ops.point("pass on")
+            started = time.monotonic()
+            copy_sealed(session, session.create_outermost, save.id)
+            self._count_written(save, started)
+            self._post_durable(save)
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             self._report(save, error)
         finally:
             save.spilled.set()
+
+    def _count_written(self, save: PendingSave, started: float) -> None:
+        nbytes = save.layout.nbytes if save.layout else 0
+        self._session.meter.add("write", nbytes, time.monotonic() - started)
+
+    def _post_durable(self, save: PendingSave) -> None:
+        self._ops.point("post durable")
+        self._session.coordinator.post(f"durable/{save.count}/{self._session.rank}", b"1")
 
     # ---------------------------------------------------------------- complete
 
@@ -213,7 +251,7 @@ class SavePipeline:
         if completion.failure is None and completion.in_memory and save.id is not None:
             session.know_complete(self._info(save), save.id)
             self._free_absent_ranks()
-        if session.catalog is None or not save.persist:
+        if not session.has_outer or not save.persist:
             self._finish_in_memory(save, completion.failure)
             save.settled.set()
         else:
@@ -243,15 +281,12 @@ class SavePipeline:
             self._session.warn("%s", error)
         if not save.persist:
             self._kept.watch()
-        if self._session.catalog is None and save.persist:
+        if not self._session.has_outer and save.persist:
             with self._session.lock:
-                persisted = [i for i in self._session.complete if self._counts(i)]
+                persisted = [i for i in self._session.complete if self._session.is_counted(i)]
             for old in plan_deletions(persisted, self._session.keep):
                 self._session.forget(old)
         self._finish_committed(save)
-
-    def _counts(self, snapshot_id: SnapshotId) -> bool:
-        return not self._session.memory.is_kept(snapshot_id)
 
     # ------------------------------------------------------------------ commit
 
@@ -276,10 +311,24 @@ class SavePipeline:
             return
         assert save.id is not None
         session.memory.mark_safe(save.id)
+        if session.catalog is None:
+            self._mark_on_disk(save)
         for released in outcome.released:
             session.forget(released)
         self._finish_committed(save, outcome)
         self._remove_old()
+
+    def _mark_on_disk(self, save: PendingSave) -> None:
+        """Without a root: what all ranks have on their disks is complete, and a restart may count on it."""
+        session = self._session
+        assert save.id is not None
+        assert session.on_disk is not None
+        with session.lock:
+            session.complete.setdefault(save.id, self._info(save, tiers=("disk",)))
+        try:
+            session.on_disk.disk.mark_complete(save.id)
+        except ShardStoreError as error:
+            session.warn("%s", error)
 
     def _remove_old(self) -> None:
         """Retention, second half: the bytes of what is off the list."""
@@ -312,7 +361,18 @@ class SavePipeline:
         tiers: tuple[str, ...] = ("memory",)
         if outcome is not None:
             in_memory = save.completion is not None and save.completion.in_memory
-            tiers = ("memory", "root") if in_memory else ("root",)
+            session = self._session
+            on_disk = session.on_disk
+            has_file = on_disk is not None and save.id is not None and on_disk.disk.has(save.id)
+            tiers = tuple(
+                tier
+                for tier, is_there in (
+                    ("memory", in_memory),
+                    ("disk", has_file),
+                    ("root", session.catalog is not None),
+                )
+                if is_there
+            )
         info = self._info(save, tiers=tiers)
         if outcome is not None:
             info = msgspec.structs.replace(info, nbytes=outcome.nbytes, metadata=outcome.metadata)
@@ -363,17 +423,28 @@ class SavePipeline:
         coordinator.forget(entry_key(str(count), coordinator.rank))
         coordinator.forget(f"durable/{count}/{coordinator.rank}")
         shared = [fail_key(save), f"complete/{count}", f"outcome/{count}"]
+        if self._session.on_disk is not None:
+            for watch in save.watches:
+                watch.cancel()
+            coordinator.forget(on_disk_key(save, coordinator.rank))
+            shared.append(on_disk_key(save))
         coordinator.retire(f"save/{count}", shared)
 
     def _clean_up(self, save: PendingSave) -> None:
-        """Remove what this rank wrote to the root, once its spill is over."""
+        """Remove what this rank wrote to the disk and the root, once its spill is over."""
         session = self._session
-        if session.catalog is None or save.id is None or not save.persist:
+        if not session.has_outer or save.id is None or not save.persist:
             return
         save.spilled.wait(session.timeout_s)
         try:
+            if session.catalog is None:
+                assert session.on_disk is not None
+                session.on_disk.remove(save.id)
+                return
             if session.catalog.state(save.id) in ("committed", "damaged"):
                 return  # whatever was told: nothing is taken from under a register
+            if session.on_disk is not None:
+                session.on_disk.remove(save.id)
             session.catalog.tier.remove_shard(save.id, session.rank)
             if session.rank == 0:
                 session.catalog.try_remove(save.id)

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.stats import Meter
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
+from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.slots import Slot
 
@@ -86,6 +88,8 @@ class PendingSave:
     """All ranks' headers, on rank 0, once all have sealed."""
     is_sealed: bool = False
     """This rank's part is sealed and posted; settled once `sealed` is set."""
+    watches: list[Future[Any]] = field(default_factory=list)
+    """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
     staged: Future[None] = field(default_factory=Future)
@@ -110,6 +114,7 @@ class Session:
     coordinator: Coordinator
     memory: MemoryTier
     catalog: Catalog | None
+    on_disk: OnDisk | None
     keep: int | None
     timeout_s: float
     writer: dict[str, str]
@@ -120,7 +125,7 @@ class Session:
     local_ranks: tuple[int, ...] = (0,)
     lock: threading.RLock = field(default_factory=threading.RLock)
     complete: dict[SnapshotId, SnapshotInfo] = field(default_factory=dict)
-    """Snapshots known complete in memory on all ranks."""
+    """Snapshots that every rank is known to have had in memory, or on disk."""
     marked: set[SnapshotId] = field(default_factory=set)
     aborted: set[SnapshotId] = field(default_factory=set)
     damaged: set[SnapshotId] = field(default_factory=set)
@@ -131,6 +136,8 @@ class Session:
     retention_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while registers are changed by retention or delete; never while another rank is waited for."""
     meter: Meter = field(default_factory=Meter)
+    told: set[str] = field(default_factory=set)
+    """Topics of warnings that come once."""
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)
@@ -144,6 +151,28 @@ class Session:
     def world_size(self) -> int:
         """Ranks of the store's group."""
         return self.coordinator.world_size
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there is a tier beyond memory."""
+        return self.catalog is not None or self.on_disk is not None
+
+    def create_outermost(self, snapshot_id: SnapshotId, nbytes: int) -> ShardWriter:
+        """Begin this rank's file where it is to be safe in the end: on the root, else on the disk.
+
+        Raises:
+            TierError: It cannot be created.
+        """
+        if self.catalog is not None:
+            return self.catalog.tier.create_shard(snapshot_id, self.rank, nbytes)
+        assert self.on_disk is not None
+        return self.on_disk.disk.create_shard(snapshot_id, nbytes)
+
+    def is_counted(self, snapshot_id: SnapshotId) -> bool:
+        """Whether retention counts one that this rank has near it: not what persist=False keeps."""
+        if self.memory.is_kept(snapshot_id):
+            return False
+        return self.on_disk is None or not self.on_disk.is_kept(snapshot_id)
 
     def know_complete(self, info: SnapshotInfo, snapshot_id: SnapshotId) -> None:
         """All ranks have this one in memory: it is the newest that a restart can count on."""
@@ -175,7 +204,7 @@ class Session:
                 self.forget(snapshot_id)
 
     def forget(self, snapshot_id: SnapshotId) -> None:
-        """This one was deleted: drop this rank's copy."""
+        """This one was deleted: drop this rank's copies."""
         with self.lock:
             if self.is_restoring:
                 self.released_meanwhile.append(snapshot_id)
@@ -184,6 +213,8 @@ class Session:
             self.marked.discard(snapshot_id)
             self._forget(snapshot_id)
         self.memory.mark_failed(snapshot_id)
+        if self.on_disk is not None:
+            self.on_disk.remove(snapshot_id)
 
     def _forget(self, snapshot_id: SnapshotId) -> None:
         self.complete.pop(snapshot_id, None)
@@ -195,6 +226,14 @@ class Session:
         """INFO on rank 0 only."""
         if self.rank == 0:
             _LOG.info(message, *values)
+
+    def warn_once(self, topic: str, message: str, *values: object) -> None:
+        """`warn`, the first time only."""
+        with self.lock:
+            if topic in self.told:
+                return
+            self.told.add(topic)
+        self.warn(message, *values)
 
     def warn(self, message: str, *values: object) -> None:
         """WARNING where it happens."""

@@ -108,7 +108,7 @@ class Stager:
     def _reserve(self, save: PendingSave, nbytes: int) -> Slot | None:
         """A slot, or None if the state is to be streamed to the root."""
         memory, on_full = self._session.memory, self._on_full
-        can_stream = self._session.catalog is not None and save.persist
+        can_stream = self._session.has_outer and save.persist
         timeout_s = self._session.timeout_s if on_full == "wait" else 0.0
         try:
             slot = memory.reserve(nbytes, kept=not save.persist, timeout_s=timeout_s)

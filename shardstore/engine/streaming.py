@@ -56,8 +56,7 @@ class Streamer:
             TierError: The root cannot be written to; nothing is left of the file then.
         """
         session = self._session
-        assert session.catalog is not None
-        writer = session.catalog.tier.create_shard(snapshot_id, session.rank, layout.nbytes)
+        writer = session.create_outermost(snapshot_id, layout.nbytes)
         try:
             pieces = self._write_data(flat, layout, writer)
             header = msgspec.structs.replace(header, run=snapshot_id.run, pieces=pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -36,6 +37,14 @@ class DiskWriter:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
+    def own(self) -> None:
+        """Show others, until this process ends or the file is published, that somebody writes it."""
+        assert self._fd is not None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pass  # no locks here: what a dead run left is taken for somebody's
+
     def write(self, data: memoryview, offset: int) -> None:
         """Write a part; whole pages from page-aligned memory are the fast way."""
         with translated(self._tier, "write", self._target, needed_bytes=self._nbytes):
@@ -60,6 +69,22 @@ class DiskWriter:
             self._ops.unlink(self._temp)
         except OSError:
             pass
+
+
+def remove_if_orphan(ops: FileOps, path: str) -> None:
+    """Remove a file under a temp name that nobody owns (see `DiskWriter.own`); never raises for one in use."""
+    try:
+        fd = ops.open_existing(path)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ops.unlink(path)
+        ops.remove_folder(os.path.dirname(path))
+    except OSError:
+        pass  # it is in use, or other files are beside it
+    finally:
+        os.close(fd)
 
 
 class DiskReader:

@@ -39,7 +39,7 @@ class MemoryTier:
         rank: int,
         owner: str,
         budget_bytes: int,
-        has_root: bool,
+        has_outer: bool,
         ops: FileOps,
         budget_from: str = "",
     ) -> None:
@@ -50,7 +50,7 @@ class MemoryTier:
             rank: This rank, which is in the file names.
             owner: Nonce of the run, which is in the names of free slots.
             budget_bytes: Most that all slots may take.
-            has_root: What is saved becomes durable elsewhere: where the tmpfs is full it may be staged in
+            has_outer: What is saved becomes durable elsewhere: where the tmpfs is full it may be staged in
                 anonymous memory, which ends with the process.
             ops: System calls.
             budget_from: How a measured budget came about, for messages.
@@ -58,7 +58,7 @@ class MemoryTier:
         self.rank = rank
         self.budget_bytes = budget_bytes
         self.budget_from = budget_from
-        self._facts = Facts(owner, has_root)
+        self._facts = Facts(owner, has_outer)
         self._ops = ops
         self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
         self._slots: list[Slot] = []
@@ -222,7 +222,7 @@ class MemoryTier:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
-            may_be_nameless = self._facts.has_root and not must_outlive and self.folder is not None
+            may_be_nameless = self._facts.has_outer and not must_outlive and self.folder is not None
             if new is None and may_be_nameless and not self._files.is_limited:
                 new = self._new_nameless(nbytes)
             if new is not None:
@@ -280,7 +280,7 @@ class MemoryTier:
         """The newest may go only where there is room for one, once it is committed further out."""
         if not slot.is_safe:
             return False
-        if slot.path is None and self._facts.has_root:
+        if slot.path is None and self._facts.has_outer:
             return True
         fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._files.is_full
         if fits_two or any(s.state != "sealed" for s in self._slots):
@@ -388,7 +388,7 @@ class MemoryTier:
             try:
                 self._files.give_final_name(slot, snapshot_id)
             except TierError as error:
-                if kept or not self._facts.has_root:
+                if kept or not self._facts.has_outer:
                     raise
                 self._tell(
                     "lost", f"{error}: this snapshot goes to the root without outliving us here"

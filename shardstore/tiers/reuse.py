@@ -14,7 +14,7 @@ class Facts:
 
     owner: str
     """Nonce of the run."""
-    has_root: bool
+    has_outer: bool
     """What is in a slot can go further out."""
     newest: SnapshotId | None = None
     """P: the newest snapshot known complete on all ranks."""
@@ -33,7 +33,7 @@ def is_superseded(slot: Slot, facts: Facts) -> bool:
     if slot.is_failed:
         return True
     older = facts.newest is not None and slot.id.order < facts.newest.order
-    nameless = slot.path is None and facts.has_root
+    nameless = slot.path is None and facts.has_outer
     return slot.is_safe and (older or nameless)
 
 
@@ -45,13 +45,13 @@ def is_in_flight(slot: Slot, facts: Facts) -> bool:
         return False
     if not facts.is_decided(slot.id):
         return True
-    return facts.has_root and not slot.is_kept and slot.id.nonce == facts.owner
+    return facts.has_outer and not slot.is_kept and slot.id.nonce == facts.owner
 
 
 def is_spillable(slot: Slot, facts: Facts) -> bool:
     """Whether it is here only because nobody needed its memory: persist=False, complete, not further out."""
     return (
-        facts.has_root
+        facts.has_outer
         and slot.state == "sealed"
         and slot.id is not None
         and slot.is_kept

@@ -80,7 +80,7 @@ def _die_while_spilling(rank: int, folder: str, point: str, victim: int | None) 
         ops = WatchedOps(kill_at_point(point, pids if victim is None else [pids[rank]]))
         ops.arm()
     with use_ops(ops):
-        store = open_store(folder, memory=_budget(rank, 0), timeout_s=5.0)
+        store = open_store(folder, memory=_budget(rank, 0), timeout_s=20.0)
     job = Job(rank)
     for step in range(1, 9):
         job.fill(step)

@@ -19,7 +19,8 @@ from typing import Any, Final, cast
 import pytest
 
 from shardstore.engine.listing import SnapshotInfo
-from shardstore.engine.opening import _agree, _inventory, _protect, _Report
+from shardstore.engine.opening import _agree, _inventory, _Report
+from shardstore.engine.protecting import protect
 from shardstore.engine.retention import plan_deletions
 from shardstore.engine.session import Session
 from shardstore.errors import TierFullError
@@ -145,25 +146,27 @@ class Life:
             adopt_files(world.folder, rank=rank, owner=self.nonce, ops=world.ops)
             for rank in world.ranks
         ]
-        agreement = _agree([_Report((), _inventory(a), None) for a in adopted], None)
-        self._check_restart(adopted, agreement.newest)
+        reports = [_Report((), _inventory(a, {}, a.marked), (), None) for a in adopted]
+        near = _agree(reports, None).near
+        self._check_restart(adopted, near.newest)
         self.run = 1 + max([a.highest_run for a in adopted] + [i.run for i in world.root])
         for rank in world.ranks:
             memory = MemoryTier(
                 world.folder, rank=rank, owner=self.nonce, budget_bytes=world.num_slots * nbytes,
-                has_root=world.has_root, ops=world.ops,
+                has_outer=world.has_root, ops=world.ops,
             )  # fmt: skip
             coordinator = SimpleNamespace(rank=rank, world_size=world.world_size)
             session = Session(
-                coordinator=cast("Any", coordinator), memory=memory, catalog=None, keep=world.keep,
+                coordinator=cast("Any", coordinator), memory=memory, catalog=None, on_disk=None, keep=world.keep,
                 timeout_s=1.0, writer={}, nonce=self.nonce,
             )  # fmt: skip
-            _protect(session, adopted[rank], agreement)
+            session.marked |= set(adopted[rank].marked)
+            protect(session, adopted[rank], {}, near)
             # What the root adds to the agreement; there is no catalog in this model.
             for snapshot_id in world.committed:
                 memory.mark_safe(snapshot_id)
             if world.committed:
-                known = [*world.committed, *filter(None, [agreement.newest])]
+                known = [*world.committed, *filter(None, [near.newest])]
                 memory.set_newest_complete(_newest(known))
             self.sessions.append(session)
 

@@ -1,0 +1,121 @@
+"""What this rank has on its host's disk, between memory and the root: what is readable, and what may go."""
+
+from __future__ import annotations
+
+import threading
+
+from shardstore.engine.catalog import Catalog
+from shardstore.errors import ShardStoreError
+from shardstore.format.gist import Gist, read_gist
+from shardstore.format.records import SnapshotId
+from shardstore.format.shardfile import header_length
+from shardstore.tiers.base import ShardReader
+from shardstore.tiers.localdisk import LocalDisk
+
+
+class OnDisk:
+    """Knows this rank's files by their headers, each read once. Any thread."""
+
+    def __init__(self, disk: LocalDisk, *, local_ranks: tuple[int, ...]) -> None:
+        """Nothing is read yet. `local_ranks`: of this host, whose lowest looks after what others left."""
+        self.disk = disk
+        self._local_ranks = local_ranks
+        self._lock = threading.Lock()
+        self._gists: dict[SnapshotId, Gist | None] = {}
+
+    def gists(self, step: int | None = None) -> dict[SnapshotId, Gist]:
+        """Readable snapshots here (at one step), oldest first."""
+        found = {}
+        for snapshot_id in self.disk.ids():
+            if step is None or snapshot_id.step == step:
+                gist = self._gist(snapshot_id)
+                if gist is not None:
+                    found[snapshot_id] = gist
+        return found
+
+    def _gist(self, snapshot_id: SnapshotId) -> Gist | None:
+        with self._lock:
+            if snapshot_id in self._gists:
+                return self._gists[snapshot_id]
+        gist = self._read(snapshot_id)
+        with self._lock:
+            return self._gists.setdefault(snapshot_id, gist)
+
+    def _read(self, snapshot_id: SnapshotId) -> Gist | None:
+        try:
+            reader = self.disk.open_shard(snapshot_id)
+            if reader is None:
+                return None
+            with reader:
+                gist = _gist_of(reader)
+        except ShardStoreError:
+            return None
+        ours = gist is not None and gist.id == snapshot_id and gist.rank == self.disk.rank
+        return gist if ours else None
+
+    def is_kept(self, snapshot_id: SnapshotId) -> bool:
+        """Whether this rank's file was saved with persist=False."""
+        gist = self._gist(snapshot_id) if self.disk.has(snapshot_id) else None
+        return gist is not None and not gist.persist
+
+    def remove(self, snapshot_id: SnapshotId) -> None:
+        """Drop this rank's file."""
+        self.disk.remove(snapshot_id)
+        with self._lock:
+            self._gists.pop(snapshot_id, None)
+
+    def make_room(self, catalog: Catalog) -> bool:
+        """Give up one file that nobody needs here: aborted, or committed on the root, oldest first.
+
+        Returns:
+            False if there is none.
+
+        Raises:
+            TierError: The root cannot be listed.
+        """
+        safe = {register.id for register in catalog.committed()}
+        for snapshot_id in self.disk.ids():
+            if snapshot_id in safe or catalog.state(snapshot_id) == "aborted":
+                self.remove(snapshot_id)
+                return True
+        if self.disk.rank == min(self._local_ranks):
+            for snapshot_id, rank in self.disk.others(self._local_ranks):
+                if snapshot_id in safe:
+                    self.disk.remove(snapshot_id, rank)
+                    return True
+        return False
+
+    def clear_leftovers(
+        self,
+        catalog: Catalog | None,
+        *,
+        newest: SnapshotId | None,
+        whole: set[SnapshotId],
+        world_size: int,
+    ) -> None:
+        """Remove what earlier runs left that no restart of this topology can use.
+
+        Args:
+            catalog: Of the root.
+            newest: What all ranks agreed to protect.
+            whole: Every rank can read these near it.
+            world_size: Of this job; files of another one are left alone.
+
+        Raises:
+            ShardStoreError: The root cannot be read.
+        """
+        self.disk.remove_orphans()
+        for snapshot_id in self.disk.ids():
+            on_root = catalog.state(snapshot_id) if catalog is not None else "torn"
+            gist = self._gist(snapshot_id)
+            other_job = gist is not None and gist.world_size != world_size
+            in_use = snapshot_id in whole or on_root == "committed" or other_job
+            newer = newest is None or snapshot_id.order >= newest.order
+            is_useless = gist is None and on_root != "committed"
+            if on_root == "aborted" or is_useless or not (in_use or newer):
+                self.remove(snapshot_id)
+
+
+def _gist_of(reader: ShardReader) -> Gist | None:
+    length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
+    return read_gist(bytes(reader.read(0, 8 + length)), file_nbytes=reader.nbytes)

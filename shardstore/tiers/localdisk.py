@@ -1,0 +1,161 @@
+"""The tier between memory and the root: this rank's shard files in a folder of its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from shardstore.errors import TierError
+from shardstore.format.manifest import shard_file_name
+from shardstore.format.records import SnapshotId
+from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.diskshard import DiskReader, DiskWriter, remove_if_orphan
+from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.slotfiles import mark_name
+
+
+class LocalDisk:
+    """Sealed files of one rank, in the layout of the root but without registers.
+
+    A file counts by itself: the ranks agree on what is complete, and a mark says so where there is no
+    root. Any thread. Nothing is written before the first shard.
+    """
+
+    name = "disk"
+
+    def __init__(self, location: str, *, rank: int, ops: FileOps) -> None:
+        """`location` is an absolute path, of this store alone; it need not exist yet."""
+        self.location = location
+        self.rank = rank
+        self._tier = DiskTier(location, name=self.name, ops=ops)
+        self._ops = ops
+
+    def ids(self) -> list[SnapshotId]:
+        """Snapshots of which this rank has a file here, oldest first."""
+        found = [i for i in self._tier.list_ids() if os.path.exists(self._path(i))]
+        return sorted(found, key=lambda i: i.order)
+
+    def others(self, ranks: Iterable[int]) -> list[tuple[SnapshotId, int]]:
+        """Files of ranks that are not among `ranks`, oldest first."""
+        present = set(ranks)
+        found = [
+            (snapshot_id, rank)
+            for snapshot_id in self._tier.list_ids()
+            for rank in self._tier.list_ranks(snapshot_id)
+            if rank not in present
+        ]
+        return sorted(found, key=lambda pair: pair[0].order)
+
+    def marked(self) -> list[SnapshotId]:
+        """Snapshots that this rank knew to be complete on all ranks; their file may be gone."""
+        ids = self._tier.list_ids()
+        return [i for i in ids if os.path.exists(self._path(i, mark_name(self.rank)))]
+
+    def has(self, snapshot_id: SnapshotId) -> bool:
+        """Whether this rank's file is here."""
+        return os.path.exists(self._path(snapshot_id))
+
+    def create_shard(self, snapshot_id: SnapshotId, nbytes: int) -> DiskWriter:
+        """Reserve the space of this rank's file under a temp name.
+
+        Raises:
+            TierFullError: The disk has no room.
+            TierError: It cannot be written to.
+        """
+        writer = self._tier.create_shard(snapshot_id, self.rank, nbytes)
+        writer.own()
+        return writer
+
+    def open_shard(self, snapshot_id: SnapshotId) -> DiskReader | None:
+        """Open this rank's file; None if there is none.
+
+        Raises:
+            TierError: It is there and cannot be opened.
+        """
+        try:
+            return self._tier.open_shard(snapshot_id, self.rank)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return None
+            raise
+
+    def mark_complete(self, snapshot_id: SnapshotId) -> None:
+        """Leave a mark that all ranks have this one on their disks."""
+        path = self._path(snapshot_id, mark_name(self.rank))
+        with translated(self.name, "mark", path):
+            try:
+                os.close(self._ops.open_new(path))
+            except FileExistsError:
+                pass
+            self._ops.fsync_folder(os.path.dirname(path))
+
+    def remove(self, snapshot_id: SnapshotId, rank: int | None = None) -> None:
+        """Remove this rank's file and mark, or those of a rank that is no longer on this host."""
+        rank = self.rank if rank is None else rank
+        try:
+            self._ops.unlink(self._path(snapshot_id, mark_name(rank)))
+        except OSError:
+            pass
+        self._tier.remove_shard(snapshot_id, rank)
+
+    def remove_orphans(self) -> None:
+        """Remove what this rank's dead runs left under temp names."""
+        for snapshot_id in self._tier.list_ids():
+            remove_if_orphan(self._ops, f"{self._path(snapshot_id)}.tmp")
+
+    def _path(self, snapshot_id: SnapshotId, name: str | None = None) -> str:
+        return os.path.join(self.location, snapshot_id.name, name or shard_file_name(self.rank))
+
+
+def check_disk(path: str, *, memory_dir: str, root: str | None) -> None:
+    """Refuse a folder that cannot be a tier between memory and the root; makes nothing.
+
+    Raises:
+        ValueError: It is a file or in one, is the root, or is memory itself.
+        TierError: It cannot be written to.
+    """
+    existing = path
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ValueError(
+            f"disk={path!r}: {existing} is a file; give a folder on a disk of this host"
+        )
+    real = os.path.realpath(path)
+    if root is not None and real == os.path.realpath(root):
+        raise ValueError(
+            f"disk={path!r} is the root: give the root alone, or a folder on a disk of this host"
+        )
+    if (
+        os.path.isdir(memory_dir)
+        and _is_on_tmpfs(existing)
+        and _device(existing) == _device(memory_dir)
+    ):
+        raise ValueError(
+            f"disk={path!r} is on the tmpfs of memory_dir={memory_dir!r}: it would take the memory that it "
+            "is to make room in. Give a folder on a disk of this host"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise TierError(
+            f"disk: {existing} cannot be written to: mount it writable, or give another disk=",
+            tier="disk", key=path, operation="open",
+        )  # fmt: skip
+
+
+def _device(path: str) -> int:
+    return os.stat(path).st_dev
+
+
+def _is_on_tmpfs(path: str) -> bool:
+    """Whether a path is on a tmpfs, as the kernel's table of mounts says."""
+    device = _device(path)
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                fields, _, rest = line.partition(" - ")
+                if fields.split()[2] == wanted:
+                    return rest.split()[0] in ("tmpfs", "ramfs")
+    except (OSError, IndexError):
+        pass
+    return False
