@@ -23,7 +23,18 @@ cross process borders (test harnesses, launchers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
+
+_MAX_SHOWN: Final = 60
+
+
+def shown(value: object) -> str:
+    """A caller's value for a message, however long or broken it is."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of whatever class: it is only named here
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class ShardStoreError(Exception):

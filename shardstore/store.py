@@ -10,6 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from shardstore.engine import registry
+from shardstore.engine.arguments import (
+    check_flag,
+    check_patience,
+    check_timeout,
+    resolve_memory_dir,
+)
 from shardstore.engine.deleting import delete_step
 from shardstore.engine.failures import Failures
 from shardstore.engine.handle import Snapshot
@@ -96,19 +102,20 @@ class SnapshotStore:
         Raises:
             ValueError: An argument is off.
             CoordinationError: Ranks differ in arguments; or WORLD_SIZE > 1 without init_process_group.
-            TierError: `memory_dir` or `disk` cannot be used.
+            TierError: `disk` cannot be used; or `memory_dir` cannot and there is neither root nor disk; or
+                one of them is a file.
         """
         if on_error not in ("raise", "warn"):
             raise ValueError(f'on_error must be "raise" or "warn", got {on_error!r}')
         if on_full not in ("wait", "skip", "direct"):
             raise ValueError(f'on_full must be "wait", "skip" or "direct", got {on_full!r}')
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        timeout_s = check_timeout(timeout_s, what="timeout_s")
         if progress is not None and not callable(progress):
             raise ValueError(f"progress must be callable or None, got {progress!r}")
         resolved = resolve_root(root)
         local = resolve_disk(disk)
-        budget = None if memory == "auto" else parse_bytes(memory, what="memory")
+        is_auto = isinstance(memory, str) and memory == "auto"
+        budget = None if is_auto else parse_bytes(memory, what="memory")
         if budget == 0 and resolved is None and local is None:
             raise ValueError(
                 "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
@@ -117,10 +124,10 @@ class SnapshotStore:
             root=resolved,
             disk=local,
             memory_bytes=budget,
-            memory_dir=os.path.abspath(memory_dir),
+            memory_dir=resolve_memory_dir(memory_dir),
             name=resolve_name(name, resolved or local),
             keep=check_keep(keep),
-            timeout_s=float(timeout_s),
+            timeout_s=timeout_s,
             on_error=on_error,
             on_full=on_full,
         )
@@ -180,6 +187,7 @@ class SnapshotStore:
                 fails, the save fails as it does for any failure behind.
 
         Raises:
+            ValueError: `step` is not an integer from 0 on, or `persist` is not a bool.
             UnsupportedStateError: Something cannot be stored; the text says what and where.
             TierFullError: No memory is left, none became free in time, and the root cannot be used
                 instead (persist=False, or there is none).
@@ -193,11 +201,13 @@ class SnapshotStore:
         save = PendingSave(
             count=self._count,
             step=-1,
-            persist=persist,
+            persist=persist is not False,
             created=time.time(),
         )
         try:
             self._guard.wait()
+            check_flag(persist, what="persist")
+            check_flag(overlap, what="overlap")
             self._stager.stage(save, state, step=step, metadata=metadata, overlap=overlap)
         except BaseException as error:
             save.raised = failure_of(error, self._session.rank)
@@ -394,8 +404,10 @@ class SnapshotStore:
         Raises:
             SaveFailedError: One failed and was not raised by a later save.
             CoordinationTimeoutError: Not done within `timeout_s`.
+            ValueError: `timeout_s` is neither None nor a time in seconds.
         """
         self._check_usable("drain")
+        timeout_s = check_patience(timeout_s)
         if not self._leaver.wait_outcomes(timeout_s):
             steps = ", ".join(str(save.step) for save in self._pipeline.pending)
             raise CoordinationTimeoutError(

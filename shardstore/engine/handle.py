@@ -7,6 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import msgspec
 
+from shardstore.engine.arguments import check_patience
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.session import PendingSave
 from shardstore.errors import CoordinationTimeoutError
@@ -67,7 +68,9 @@ class Snapshot:
         Raises:
             SaveFailedError: The save failed on some rank; the text names it and the first cause.
             CoordinationTimeoutError: Not known within `timeout_s`.
+            ValueError: `timeout_s` is neither None nor a time in seconds.
         """
+        timeout_s = check_patience(timeout_s)
         try:
             return self._save.committed.result(timeout_s)
         except FutureTimeoutError as error:

@@ -10,7 +10,9 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
+from shardstore.engine.arguments import check_path
 from shardstore.engine.catalog import Catalog
+from shardstore.errors import shown
 from shardstore.format.manifest import Register
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.disk import DiskTier
@@ -43,13 +45,11 @@ def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
     """Absolute path of a local root.
 
     Raises:
-        ValueError: Empty, or a URL of remote storage.
+        ValueError: No path, empty, or a URL of remote storage.
     """
     if root is None:
         return None
-    text: str | bytes = os.fspath(root)
-    if not text or isinstance(text, bytes):
-        raise ValueError(f"root must be a path or None, got {root!r}")
+    text = check_path(root, what="root")
     match = _SCHEME.match(text)
     if match and match[1].lower() == "file":
         text = text[len("file://") :]
@@ -77,13 +77,16 @@ def resolve_disk(disk: str | os.PathLike[str] | None) -> str | None:
     return os.path.abspath(os.path.expanduser(text))
 
 
-def resolve_name(name: str | None, root: str | None) -> str | None:
+def resolve_name(name: object, root: str | None) -> str | None:
     """Folder name of the memory namespace; None for anonymous memory (neither name nor root)."""
     if name is None:
         return None if root is None else xxhash.xxh3_64_hexdigest(os.path.realpath(root).encode())
-    if not name:
-        raise ValueError(f"name must be a non-empty string, got {name!r}")
-    safe = quote(name, safe=" +=@,")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a non-empty string, got {shown(name)}")
+    try:
+        safe = quote(name, safe=" +=@,")
+    except UnicodeEncodeError:
+        raise ValueError(f"name must be text that UTF-8 can hold, got {shown(name)}") from None
     if safe in (".", "..") or len(safe) > _MAX_NAME:
         safe = "name-" + xxhash.xxh3_128_hexdigest(name.encode())
     return safe

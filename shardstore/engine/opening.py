@@ -15,17 +15,17 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
 from shardstore.engine.ondisk import OnDisk
+from shardstore.engine.openmemory import open_memory, warn_of_root
 from shardstore.engine.protecting import Near, protect
 from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
 from shardstore.format.gist import Gist
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.adoption import Adopted, adopt_files, make_memory_folder
+from shardstore.tiers.adoption import Adopted
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
-from shardstore.tiers.limits import measured_budget
 from shardstore.tiers.localdisk import LocalDisk, check_disk
-from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.places import check_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
@@ -91,9 +91,12 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     if options.root is not None:
         catalog = Catalog(DiskTier(options.root, name="root", ops=ops))
     try:
+        if options.root is not None:
+            check_root(options.root)
         on_disk = _open_disk(options, coordinator, ops)
         gists = on_disk.gists() if on_disk is not None else {}
-        memory, adopted = _open_memory(options, coordinator, ops)
+        memory, adopted = open_memory(options, coordinator, ops)
+        warn_of_root(options, memory, coordinator.rank, ops)
     except Exception as raised:  # noqa: BLE001 - every rank must hear of it
         problem, error = note_of(raised, coordinator.rank), raised
     marked = {*adopted.marked, *(on_disk.disk.marked() if on_disk is not None else ())}
@@ -133,31 +136,6 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     session.marked |= marked
     protect(session, adopted, gists, agreement.near)
     return session
-
-
-def _open_memory(
-    options: OpenOptions, coordinator: Coordinator, ops: FileOps
-) -> tuple[MemoryTier, Adopted]:
-    folder, adopted = None, Adopted()
-    memory_dir = None
-    if options.name is not None and options.memory_bytes != 0:
-        memory_dir = options.memory_dir
-        folder = make_memory_folder(memory_dir, options.name)
-        adopted = adopt_files(folder, rank=coordinator.rank, owner=coordinator.nonce, ops=ops)
-    budget = options.memory_bytes
-    if budget is None:
-        own = sum(slot.nbytes for slot in adopted.slots)
-        measured = measured_budget(memory_dir, num_local_ranks=len(coordinator.local_ranks))
-        budget = measured + own
-    memory = MemoryTier(
-        folder,
-        rank=coordinator.rank,
-        owner=coordinator.nonce,
-        budget_bytes=budget,
-        has_outer=options.root is not None or options.disk is not None,
-        ops=ops,
-    )
-    return memory, adopted
 
 
 def _open_disk(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> OnDisk | None:

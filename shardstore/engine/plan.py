@@ -9,13 +9,16 @@ import msgspec
 
 from shardstore.engine.ranks import meshes_in_group
 from shardstore.engine.session import Session
-from shardstore.errors import UnsupportedStateError
+from shardstore.errors import UnsupportedStateError, shown
+from shardstore.format.numbers import whole_number
 from shardstore.format.records import FORMAT_VERSION, Mesh, ShardHeader
 from shardstore.format.shardfile import ShardLayout, header_nbytes, plan_layout, table_digest
 from shardstore.state.flatten import FlatState
 
 _WIDEST_RUN: Final = 0xFFFFFFFF
 _MAX_STEP: Final = 10**18
+_MAX_DEPTH: Final = 64
+_MAX_PATH: Final = 200
 
 
 class ShardPlanner:
@@ -130,34 +133,52 @@ def check_step(step: object) -> int:
     Raises:
         ValueError: Not an integer from 0 on.
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise ValueError(f"step must be an integer, got {step!r} ({type(step).__name__})")
-    number = int(step.__index__())
+    number = whole_number(step)
+    if number is None:
+        raise ValueError(f"step must be an integer, got {shown(step)} ({type(step).__name__})")
     if not 0 <= number < _MAX_STEP:
-        raise ValueError(f"step must be at least 0 and below 10^18, got {number}")
+        big = number if abs(number) < 1 << 64 else f"a number of {number.bit_length()} bits"
+        raise ValueError(f"step must be at least 0 and below 10^18, got {big}")
     return number
 
 
-def check_metadata(metadata: object, path: str = "metadata") -> object:
+def check_metadata(metadata: object) -> object:
     """Validate user metadata: what JSON can hold, exactly.
 
     Raises:
         UnsupportedStateError: Names the value that JSON cannot hold.
     """
-    if metadata is None or isinstance(metadata, bool | str):
-        return metadata
-    if isinstance(metadata, float) and math.isfinite(metadata):
-        return metadata
-    if isinstance(metadata, int) and -(1 << 63) <= metadata < 1 << 64:
-        return metadata
-    if type(metadata) in (list, tuple):
-        return [check_metadata(item, f"{path}[{i}]") for i, item in enumerate(metadata)]  # type: ignore[var-annotated, arg-type]
-    if type(metadata) is dict and all(isinstance(key, str) for key in metadata):
-        return {key: check_metadata(value, f"{path}.{key}") for key, value in metadata.items()}
+    return _check_json(metadata, "metadata", 0)
+
+
+def _check_json(value: object, path: str, depth: int) -> object:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and _is_text(value)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return value
+    if depth < _MAX_DEPTH and type(value) in (list, tuple):
+        return [_check_json(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]  # type: ignore[var-annotated, arg-type]
+    if (
+        depth < _MAX_DEPTH
+        and type(value) is dict
+        and all(isinstance(key, str) and _is_text(key) for key in value)
+    ):
+        return {key: _check_json(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
     raise UnsupportedStateError(
-        f"{path} is {metadata!r:.80} ({type(metadata).__name__}): metadata must be JSON, so finite "
-        "numbers, strings, booleans, None, lists, and dicts with string keys. Write tensors as "
-        ".item(), nan as a string.",
-        path=path,
-        type=type(metadata).__qualname__,
+        f"{path[:_MAX_PATH]} is {shown(value)} ({type(value).__name__}): metadata must be JSON, so finite "
+        "numbers of at most 64 bits, strings, booleans, None, lists, and dicts with string keys, at most "
+        f"{_MAX_DEPTH} deep. Write tensors as .item(), nan as a string.",
+        path=path[:_MAX_PATH],
+        type=type(value).__qualname__,
     )
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it: a lone surrogate it cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -88,6 +88,7 @@ class Restorer:
         self._chooser: Chooser | None = None
         self._loaded: Loaded | None = None
         self._refused_by = problem
+        self._bad_argument: ValueError | None = None
         self.count = count
         self.has_touched_state = False
 
@@ -141,7 +142,7 @@ class Restorer:
                     type=type(self._state).__qualname__,
                 )
             if self._options.step is not None:
-                self._options = replace(self._options, step=check_step(self._options.step))
+                self._take_step(self._options.step)
             check_boundary(self._state)
             inventory = take_inventory(self._session, self._options.step)
         except BaseException as error:  # noqa: BLE001 - every rank must hear of it
@@ -160,6 +161,13 @@ class Restorer:
         verdict = msgspec.json.decode(decided, type=Verdict)
         self.count = verdict.count
         return verdict
+
+    def _take_step(self, step: object) -> None:
+        try:
+            self._options = replace(self._options, step=check_step(step))
+        except ValueError as error:
+            self._bad_argument = error
+            raise
 
     def _choose_first(self, values: list[bytes]) -> bytes:
         """On rank 0: compare what the ranks ask, and choose the first candidate."""
@@ -210,6 +218,8 @@ class Restorer:
         if verdict.action == "absent" and not self._options.required:
             self._session.log("nothing to restore: %s", verdict.note.message)
             return
+        if self._bad_argument is not None:
+            raise self._bad_argument  # ours; the others are told of it
         raise_note(verdict.note, step=self._options.step, cause=self._refused_by)
 
     # ----------------------------------------------------------------- attempt

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardstore.errors import shown
+from shardstore.format.numbers import whole_number
 from shardstore.format.records import SnapshotId
 
 
@@ -15,11 +17,12 @@ def check_keep(keep: object) -> int | None:
     """
     if keep is None:
         return None
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    number = whole_number(keep)
+    if number is None or not 1 <= number < 1 << 63:
         raise ValueError(
-            f"keep must be None (delete nothing) or a count of at least 1, got {keep!r}"
+            f"keep must be None (delete nothing) or a count of at least 1, got {shown(keep)}"
         )
-    return keep
+    return number
 
 
 def plan_deletions(committed: Iterable[SnapshotId], keep: int | None) -> list[SnapshotId]:

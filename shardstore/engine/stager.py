@@ -26,6 +26,7 @@ from shardstore.state.quiet import without_gc
 from shardstore.state.recorder import Memory
 from shardstore.state.staging import stage, views
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.limits import TMPFS_REMEDY
 from shardstore.tiers.slots import Slot
 
 _WARM_SLOTS: Final = 2
@@ -71,7 +72,7 @@ class Stager:
         self._ops = ops
         self._on_full = on_full
         self._number = number
-        self._streamer = Streamer(session)
+        self._streamer = Streamer(session, ops)
         self._has_told = False
         self._memory = Memory()
         self._planner = ShardPlanner(session)
@@ -160,13 +161,14 @@ class Stager:
             return None
         if slot is None and not can_stream:
             raise memory.full(nbytes)
-        if slot is None and nbytes > memory.budget_bytes > 0 and not self._has_told:
+        is_wanted = memory.budget_bytes > 0 or memory.budget_from
+        if slot is None and nbytes > memory.budget_bytes and is_wanted and not self._has_told:
             self._has_told = True
             self._session.warn(
                 "a state of %s bytes does not fit the memory budget of %s: save streams it to the root, "
-                "at the root's speed, and a restart reads it from there. Raise memory= (in a "
-                "container give it more shared memory: --shm-size, --ipc=host).",
+                "at the root's speed, and a restart reads it from there.%s",
                 f"{nbytes:,}", f"{memory.budget_bytes:,}",
+                memory.budget_from or f" Raise memory=. {TMPFS_REMEDY}",
             )  # fmt: skip
         return slot
 

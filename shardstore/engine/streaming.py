@@ -21,6 +21,8 @@ from shardstore.format.shardfile import ShardLayout, encode_header
 from shardstore.state.flatten import FlatState
 from shardstore.state.portions import PortionReader
 from shardstore.tiers.base import ShardWriter
+from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.limits import buffer_bytes
 from shardstore.tiers.transfer import private_pages
 
 BUFFER_BYTES: Final = 64 << 20
@@ -40,9 +42,10 @@ class Streamed(msgspec.Struct, frozen=True):
 class Streamer:
     """Owns the buffers, which it keeps. Belongs to the thread that saves."""
 
-    def __init__(self, session: Session) -> None:
-        """Reserve nothing before the first use."""
+    def __init__(self, session: Session, ops: FileOps) -> None:
+        """Reserve nothing before the first use; `ops` tells what memory is left by then."""
         self._session = session
+        self._ops = ops
         self._buffers: list[memoryview] = []
 
     def stream(
@@ -82,11 +85,13 @@ class Streamer:
         owners = [row for row, piece in enumerate(pieces) if piece.key]
         digests = SpanDigests(layout.spans, owners, finished, progress)
         reader = PortionReader(flat, layout)
-        turns = itertools.cycle(self._reserved())
+        buffers = self._reserved()
+        step = len(buffers[0])
+        turns = itertools.cycle(buffers)
         written: Future[None] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="shardstore-stream") as pool:
-            for start in range(layout.data_start, layout.nbytes, BUFFER_BYTES):
-                stop = min(start + BUFFER_BYTES, layout.nbytes)
+            for start in range(layout.data_start, layout.nbytes, step):
+                stop = min(start + step, layout.nbytes)
                 part = next(turns)[: stop - start]
                 reader.copy(start, stop, torch.frombuffer(part, dtype=torch.uint8))
                 digests.feed(part, start)
@@ -104,6 +109,7 @@ class Streamer:
         work.advance(len(part))
 
     def _reserved(self) -> list[memoryview]:
-        while len(self._buffers) < _NUM_BUFFERS:
-            self._buffers.append(private_pages(BUFFER_BYTES))
+        if not self._buffers:
+            nbytes = buffer_bytes(BUFFER_BYTES, self._ops)
+            self._buffers = [private_pages(nbytes) for _ in range(_NUM_BUFFERS)]
         return self._buffers

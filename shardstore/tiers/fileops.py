@@ -41,6 +41,19 @@ def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
         _native_sync_file_range(fd, offset, nbytes, flags)
 
 
+_MEMORY_TYPES: Final = (0x01021994, 0x858458F6)
+"""TMPFS_MAGIC and RAMFS_MAGIC of statfs(2)."""
+
+
+def _file_system_type(path: str) -> int | None:
+    """First field of statfs(2), which Python does not have; None where the call is missing or fails."""
+    native = getattr(ctypes.CDLL(None), "statfs", None)
+    answer = (ctypes.c_ulong * 64)()  # more than the struct of any architecture
+    if native is None or native(os.fsencode(path), answer) != 0:
+        return None
+    return int(answer[0])
+
+
 class FileOps:
     """The operating system, as tiers use it.
 
@@ -63,10 +76,10 @@ class FileOps:
         flags = os.O_RDWR if writable else os.O_RDONLY
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def allocate(self, fd: int, nbytes: int) -> None:
+    def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
         """Reserve blocks, so that a full file system says ENOSPC here and not by a signal later."""
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+            os.posix_fallocate(fd, offset, nbytes)
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         """Write all of `data`, whatever the kernel's appetite per call."""
@@ -145,6 +158,15 @@ class FileOps:
     def list_folder(self, path: str) -> list[str]:
         """Names in a folder, unordered."""
         return os.listdir(path)
+
+    def read_text(self, path: str) -> str:
+        """Read a small file in which the kernel tells of this process or machine."""
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def is_memory(self, path: str) -> bool:
+        """Whether files in this folder are memory (tmpfs or ramfs); assumed where nobody can say."""
+        return _file_system_type(path) in (None, *_MEMORY_TYPES)
 
     def store(self, mapping: mmap, offset: int, data: bytes) -> None:
         """Write bytes into a mapped slot."""

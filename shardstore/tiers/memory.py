@@ -41,6 +41,7 @@ class MemoryTier:
         budget_bytes: int,
         has_outer: bool,
         ops: FileOps,
+        budget_from: str = "",
     ) -> None:
         """Own no slot yet.
 
@@ -52,9 +53,11 @@ class MemoryTier:
             has_outer: What is saved becomes durable elsewhere: where the tmpfs is full it may be staged in
                 anonymous memory, which ends with the process.
             ops: System calls.
+            budget_from: How a measured budget came about, for messages.
         """
         self.rank = rank
         self.budget_bytes = budget_bytes
+        self.budget_from = budget_from
         self._facts = Facts(owner, has_outer)
         self._ops = ops
         self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
@@ -241,7 +244,8 @@ class MemoryTier:
             return None
         if self._used_bytes() + nbytes <= self.budget_bytes:
             new = self._new(nbytes)
-            if new is None and self._facts.has_outer and not must_outlive:
+            may_be_nameless = self._facts.has_outer and not must_outlive and self.folder is not None
+            if new is None and may_be_nameless and not self._files.is_limited:
                 new = self._new_nameless(nbytes)
             if new is not None:
                 return new
@@ -333,7 +337,10 @@ class MemoryTier:
         """The error of a state that there is no room for."""
         held = [slot.id.name for slot in self._slots if slot.id]
         free = self.budget_bytes - self._used_bytes()
-        return no_room(self.folder, nbytes, free, self.budget_bytes, held, waited=waited)
+        return no_room(
+            self.folder, nbytes, free, self.budget_bytes, held,
+            waited=waited, refusal=self._files.refusal, budget_from=self.budget_from,
+        )  # fmt: skip
 
     def _tell(self, topic: str, message: str) -> None:
         if topic not in self._told:

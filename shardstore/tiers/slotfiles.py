@@ -13,10 +13,12 @@ from shardstore.errors import TierFullError
 from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.limits import TMPFS_REMEDY, check_room
 from shardstore.tiers.slots import Slot, erase_header, map_slot
 
 _LOG: Final = logging.getLogger("shardstore")
-_REMEDY: Final = "In a container give it more shared memory (--shm-size, --ipc=host, or an emptyDir of medium Memory)."
+_STEP_BYTES: Final = 256 << 20
+"""How much is reserved between two looks at the limits, which other ranks share."""
 
 
 class SlotFiles:
@@ -28,21 +30,27 @@ class SlotFiles:
         self.rank = rank
         self.owner = owner
         self.is_full = False
-        """The tmpfs turned out to be too small for what was asked."""
+        """The tmpfs, or a limit on memory, turned out to be too small for what was asked."""
+        self.refusal: TierFullError | None = None
+        """Why memory could not be had the last time."""
         self._ops = ops
         self._serial = itertools.count()
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """New memory on the tmpfs, or anonymous without one; None when the tmpfs is full."""
+        """New memory on the tmpfs, or anonymous without one; None when there is none to be had."""
         if self.folder is None:
-            return self.allocate_anonymous(nbytes)
+            try:
+                return self.allocate_anonymous(nbytes)
+            except TierFullError as error:
+                self._tell_full(error)
+                return None
         path = self._free_name(self.folder)
         try:
             with translated("memory", "reserve", path, needed_bytes=nbytes):
                 os.makedirs(self.folder, 0o700, exist_ok=True)  # somebody may have cleaned up
                 fd = self._ops.open_new(path, 0o600)
                 try:
-                    self._ops.allocate(fd, nbytes)
+                    self._fill(fd, nbytes, path)
                 except BaseException:
                     os.close(fd)
                     self._ops.unlink(path)
@@ -50,23 +58,44 @@ class SlotFiles:
         except TierFullError as error:
             self._tell_full(error)
             return None
+        self.refusal = None
         return map_slot(fd, nbytes, path)
 
+    def _fill(self, fd: int, nbytes: int, where: str) -> None:
+        """Reserve all memory of a new file, unless a limit forbids it by then."""
+        for start in range(0, nbytes, _STEP_BYTES):
+            check_room(nbytes - start, where, self._ops)
+            self._ops.allocate(fd, min(_STEP_BYTES, nbytes - start), start)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the last refusal was of any memory of this process, and not by the tmpfs alone."""
+        return self.refusal is not None and self.refusal.__cause__ is None
+
     def _tell_full(self, error: TierFullError) -> None:
-        if not self.is_full:
-            self.is_full = True
+        self.refusal = error
+        if self.is_full:
+            return
+        self.is_full = True
+        if self.is_limited:
             _LOG.warning(
-                "rank %d: %s is too small: %s bytes were needed, %s are free. With a root, saves go on "
-                "through memory of this process, which a restart cannot use. %s",
-                self.rank, self.folder, f"{error.needed_bytes:,}", f"{error.free_bytes:,}", _REMEDY,
-            )  # fmt: skip
+                "rank %d: %s With a root, saves go straight to it and wait for it.",
+                self.rank,
+                error,
+            )
+            return
+        _LOG.warning(
+            "rank %d: %s is too small: %s bytes were needed, %s are free. With a root, saves go on "
+            "through memory of this process, which a restart cannot use. %s",
+            self.rank, self.folder, f"{error.needed_bytes:,}", f"{error.free_bytes:,}", TMPFS_REMEDY,
+        )  # fmt: skip
 
     def allocate_anonymous(self, nbytes: int) -> Slot:
         """New memory without a name: it ends with the process."""
         with translated("memory", "reserve", "anonymous memory", needed_bytes=nbytes):
             fd = os.memfd_create("shardstore", os.MFD_CLOEXEC)
             try:
-                self._ops.allocate(fd, nbytes)
+                self._fill(fd, nbytes, "anonymous memory")
             except BaseException:
                 os.close(fd)
                 raise
@@ -153,14 +182,18 @@ def no_room(
     held: Sequence[str],
     *,
     waited: bool,
+    refusal: TierFullError | None,
+    budget_from: str,
 ) -> TierFullError:
     """The error of a slot that cannot be had: what holds the memory, and what to do."""
     where = folder or "anonymous memory"
     why = "nothing left in time" if waited else "nothing is on its way out"
+    free = max(0, free if refusal is None else min(free, refusal.free_bytes))
+    refused = "" if refusal is None else f" The last request was refused: {refusal}"
     return TierFullError(
-        f"memory: no room in {where} for {nbytes:,} bytes: {max(0, free):,} of the budget of "
-        f"{budget_bytes:,} are free and {why}. It holds {', '.join(held) or 'nothing'}. Raise memory=, "
-        "give a root to write to, use keep=, or delete snapshots that were saved with persist=False. "
-        + _REMEDY,
-        tier="memory", key=where, operation="reserve", needed_bytes=nbytes, free_bytes=max(0, free),
+        f"memory: no room in {where} for {nbytes:,} bytes: {free:,} of the budget of "
+        f"{budget_bytes:,} are free and {why}. It holds {', '.join(held) or 'nothing'}.{budget_from}"
+        f"{refused} Raise memory=, give a root to write to, use keep=, or delete snapshots that were saved "
+        f"with persist=False. {TMPFS_REMEDY}",
+        tier="memory", key=where, operation="reserve", needed_bytes=nbytes, free_bytes=free,
     )  # fmt: skip

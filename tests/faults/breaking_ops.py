@@ -46,9 +46,9 @@ class WatchedOps(FileOps):
         self._hit("open_new", path)
         return super().open_new(path, mode)
 
-    def allocate(self, fd: int, nbytes: int) -> None:
+    def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
         self._hit("allocate")
-        super().allocate(fd, nbytes)
+        super().allocate(fd, nbytes, offset)
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         self._hit("write_at")

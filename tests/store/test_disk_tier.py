@@ -82,13 +82,13 @@ class RootOps(FileOps):
                 raise self.error
         super().write_at(fd, data, offset)
 
-    def allocate(self, fd: int, nbytes: int) -> None:
+    def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
         path = self._path(fd)
         if self.full is not None and path.startswith(self.disk):
             sealed = [p for p in _files(Path(self.disk)) if p.suffix == ".safetensors"]
             if len(sealed) >= self.full:
                 raise OSError(28, "No space left on device")
-        super().allocate(fd, nbytes)
+        super().allocate(fd, nbytes, offset)
 
 
 @pytest.fixture

@@ -168,10 +168,10 @@ def test_a_restore_without_any_room_reads_through_and_takes_it_for_no_damage(
     class NoRoom(FileOps):
         armed = False
 
-        def allocate(self, fd: int, nbytes: int) -> None:
+        def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
             if self.armed:
                 raise OSError(errno.ENOSPC, "full")
-            super().allocate(fd, nbytes)
+            super().allocate(fd, nbytes, offset)
 
     state = {"w": torch.zeros(1000)}
     store = open_store(memory=0)

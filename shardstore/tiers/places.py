@@ -1,0 +1,80 @@
+"""Whether the folders that a store is given are what it takes them for."""
+
+from __future__ import annotations
+
+import os
+
+from shardstore.errors import TierError
+from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.limits import TMPFS_REMEDY
+
+
+def check_root(root: str) -> None:
+    """Check that a root is a folder, or can become one. It may be read-only: then it restores.
+
+    Raises:
+        TierError: It is a file, or below one.
+    """
+    found = nearest(root)
+    if not os.path.isdir(found):
+        raise TierError(
+            f"root: {root} cannot be a folder: {found} is a file. Give another root",
+            tier="root", key=root, operation="open",
+        )  # fmt: skip
+
+
+def doubts_about_root(root: str, memory_dir: str | None, ops: FileOps) -> str | None:
+    """Why what is on this root may not be durable; None if nothing speaks against it.
+
+    Args:
+        root: Checked by `check_root`.
+        memory_dir: Where memory slots are; None if they are in no folder.
+        ops: System calls.
+    """
+    found = nearest(root)
+    if not ops.is_memory(found):
+        return None
+    doubt = (
+        f"root={root} is on a tmpfs: what is committed there is gone after a reboot or with the container. "
+        "Give a root on a disk or a network file system."
+    )
+    if memory_dir is not None and os.stat(found).st_dev == os.stat(memory_dir).st_dev:
+        doubt += f" It is the tmpfs of memory_dir={memory_dir}, too: every snapshot takes its memory twice."
+    return doubt
+
+
+def nearest(path: str) -> str:
+    """The path itself, or its nearest parent that exists."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def check_memory_dir(memory_dir: str, ops: FileOps) -> None:
+    """Check that files in `memory_dir` are memory.
+
+    On another file system a mapped page may have no block when it is written to, and the process would
+    end by a signal instead of an error.
+
+    Raises:
+        TierError: It is a file or below one; or (operation "open") it is missing, read-only, or not on a
+            tmpfs, which a job with a root can do without.
+    """
+    problem, operation = None, "open"
+    found = nearest(memory_dir)
+    if not os.path.isdir(found):
+        problem, operation = f"cannot be a folder: {found} is a file", "check"
+    elif found != memory_dir:
+        problem = "does not exist"
+    elif not ops.is_memory(memory_dir):
+        problem = "is not on a tmpfs"
+    elif os.statvfs(memory_dir).f_flag & os.ST_RDONLY:
+        problem = "is read-only"
+    elif not os.access(memory_dir, os.W_OK | os.X_OK):
+        problem = "cannot be written to by this user"
+    if problem is not None:
+        raise TierError(
+            f"memory: memory_dir={memory_dir} {problem}: give the folder of a tmpfs with room for the "
+            f"memory tier, /dev/shm as a rule. {TMPFS_REMEDY}",
+            tier="memory", key=memory_dir, operation=operation,
+        )  # fmt: skip
