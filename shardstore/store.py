@@ -10,30 +10,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from shardstore.engine import registry
-from shardstore.engine.arguments import (
-    check_flag,
-    check_patience,
-    check_timeout,
-    resolve_memory_dir,
-)
+from shardstore.engine.arguments import check_flag, check_patience
 from shardstore.engine.deleting import delete_step
 from shardstore.engine.failures import Failures
 from shardstore.engine.handle import Snapshot
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.leaving import Leaver
-from shardstore.engine.listing import (
-    SnapshotInfo,
-    list_session,
-    resolve_disk,
-    resolve_name,
-    resolve_root,
-)
-from shardstore.engine.opening import OpenOptions, open_session
+from shardstore.engine.listing import SnapshotInfo, list_session
+from shardstore.engine.opening import open_session
+from shardstore.engine.options import check_options
 from shardstore.engine.plan import check_step
 from shardstore.engine.progress import Progress, ProgressReporter
 from shardstore.engine.report import RestoreReport
 from shardstore.engine.restore import RestoreOptions, Restorer
-from shardstore.engine.retention import check_keep
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import PendingSave, failure_of
 from shardstore.engine.stager import Stager
@@ -44,7 +33,6 @@ from shardstore.engine.transitions import report_staged, staged
 from shardstore.errors import CoordinationTimeoutError, ShardStoreError
 from shardstore.state.overlap import StepGuard
 from shardstore.tiers.fileops import current_ops
-from shardstore.tiers.limits import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
@@ -105,32 +93,19 @@ class SnapshotStore:
             TierError: `disk` cannot be used; or `memory_dir` cannot and there is neither root nor disk; or
                 one of them is a file.
         """
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f'on_error must be "raise" or "warn", got {on_error!r}')
-        if on_full not in ("wait", "skip", "direct"):
-            raise ValueError(f'on_full must be "wait", "skip" or "direct", got {on_full!r}')
-        timeout_s = check_timeout(timeout_s, what="timeout_s")
+        self._options = check_options(
+            root=root,
+            disk=disk,
+            memory=memory,
+            memory_dir=memory_dir,
+            name=name,
+            keep=keep,
+            on_full=on_full,
+            on_error=on_error,
+            timeout_s=timeout_s,
+        )
         if progress is not None and not callable(progress):
             raise ValueError(f"progress must be callable or None, got {progress!r}")
-        resolved = resolve_root(root)
-        local = resolve_disk(disk)
-        is_auto = isinstance(memory, str) and memory == "auto"
-        budget = None if is_auto else parse_bytes(memory, what="memory")
-        if budget == 0 and resolved is None and local is None:
-            raise ValueError(
-                "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
-            )
-        self._options = OpenOptions(
-            root=resolved,
-            disk=local,
-            memory_bytes=budget,
-            memory_dir=resolve_memory_dir(memory_dir),
-            name=resolve_name(name, resolved or local),
-            keep=check_keep(keep),
-            timeout_s=timeout_s,
-            on_error=on_error,
-            on_full=on_full,
-        )
         self._state: Literal["open", "swapped", "closed"] = "open"
         self._why_closed = "it was closed"
         self._count = 0

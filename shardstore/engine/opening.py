@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +15,7 @@ from shardstore.engine.catalog import Catalog
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.openmemory import open_memory, warn_of_root
+from shardstore.engine.options import OpenOptions
 from shardstore.engine.protecting import Near, protect
 from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
@@ -29,31 +29,6 @@ from shardstore.tiers.places import check_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
-
-
-@dataclass(frozen=True, slots=True)
-class OpenOptions:
-    """Checked arguments of `SnapshotStore`."""
-
-    root: str | None
-    disk: str | None
-    """Absolute; this store uses a folder of its own in it."""
-    memory_bytes: int | None
-    """None: measured."""
-    memory_dir: str
-    name: str | None
-    keep: int | None
-    timeout_s: float
-    on_error: str
-    on_full: str
-
-    @property
-    def shared_arguments(self) -> tuple[object, ...]:
-        """What must be equal on all ranks."""
-        return (
-            self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error, self.on_full,
-            self.disk is not None,
-        )  # fmt: skip
 
 
 class _Report(msgspec.Struct, frozen=True):

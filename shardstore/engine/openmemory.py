@@ -14,7 +14,7 @@ from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.places import check_memory_dir, doubts_about_root
 
 if TYPE_CHECKING:
-    from shardstore.engine.opening import OpenOptions
+    from shardstore.engine.options import OpenOptions
 
 _LOG: Final = logging.getLogger("shardstore")
 

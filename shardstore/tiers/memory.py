@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -12,9 +10,9 @@ from typing import Final
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
-from shardstore.tiers.preparing import Preparer
+from shardstore.tiers.pool import SlotPool
 from shardstore.tiers.reuse import Facts, is_in_flight, is_spillable, is_superseded
-from shardstore.tiers.slotfiles import SlotFiles, no_room
+from shardstore.tiers.slotfiles import no_room
 from shardstore.tiers.slots import Slot, SlotReader, check_slot_header, write_header
 
 _LOG: Final = logging.getLogger("shardstore")
@@ -60,51 +58,38 @@ class MemoryTier:
         self.budget_from = budget_from
         self._facts = Facts(owner, has_outer)
         self._ops = ops
-        self._files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
-        self._slots: list[Slot] = []
-        self._changed = threading.Condition()
-        self._preparer = Preparer(self._files, self._slots, self._changed)
-        self._told: set[str] = set()
+        self._pool = SlotPool(folder, rank=rank, owner=owner, ops=ops)
+        self._slots = self._pool.slots
+        self._changed = self._pool.changed
         self.ask_spill: Callable[[SnapshotId], None] | None = None
         """Asks all ranks to spill a persist=False snapshot, whose memory this rank needs. Does not wait."""
-        self._peak_bytes = 0
-        self._evicted: list[tuple[SnapshotId, int]] = []
 
     @property
     def folder(self) -> str | None:
         """Folder of the slots; None when they are anonymous."""
-        return self._files.folder
+        return self._pool.files.folder
 
     @property
     def owner(self) -> str:
         """Nonce of the run."""
-        return self._files.owner
+        return self._pool.files.owner
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all slots, free ones included."""
         with self._changed:
-            return self._used_bytes()
+            return self._pool.used_bytes()
 
     @property
     def peak_bytes(self) -> int:
         """The most that `used_bytes` has been."""
         with self._changed:
-            return max(self._peak_bytes, self._used_bytes())
-
-    def _note_going(self, slot: Slot) -> None:
-        """Before a slot goes or is free again. In between memory only grows: the peak is before one goes."""
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
-        if slot.state == "sealed" and slot.id is not None and not slot.is_failed:
-            self._evicted.append((slot.id, slot.nbytes))
+            return self._pool.peak_bytes()
 
     def take_evicted(self) -> list[tuple[SnapshotId, int]]:
         """Which snapshots, of how many bytes, were given up for later ones since the last call."""
-        if not self._evicted:
-            return []
         with self._changed:
-            evicted, self._evicted = self._evicted, []
-        return evicted
+            return self._pool.take_evicted()
 
     # ------------------------------------------------------------- joint facts
 
@@ -146,7 +131,7 @@ class MemoryTier:
                 if slot.id == snapshot_id:
                     slot.is_failed = True
                     if slot.users == 0:
-                        self._retire(slot)
+                        self._pool.retire(slot)
             self._changed.notify_all()
 
     # ------------------------------------------------------------------- reads
@@ -188,7 +173,7 @@ class MemoryTier:
         with self._changed:
             slot.users -= 1
             if slot.users == 0 and slot.is_failed and slot.state == "sealed":
-                self._retire(slot)
+                self._pool.retire(slot)
             self._changed.notify_all()
 
     # ----------------------------------------------------------------- reserve
@@ -219,7 +204,7 @@ class MemoryTier:
                     slot.state = "staging"
                     slot.users = 0
                     return slot
-                if self._preparer.is_running:  # the room is there, and its pages soon will be
+                if self._pool.preparer.is_running:  # the room is there, and its pages soon will be
                     self._changed.wait(1.0)
                     continue
                 if not self._on_the_way_out() and not self._send_out(asked):
@@ -235,23 +220,23 @@ class MemoryTier:
         must_outlive = kept and self.folder is not None
         fitting = [s for s in ours if s.nbytes == nbytes and not (must_outlive and s.path is None)]
         for slot in fitting:
-            if self._is_usable(slot):
+            if self._pool.is_usable(slot):
                 return slot
         for slot in fitting:
-            if self._is_reusable(slot) and self._retire(slot):
+            if self._is_reusable(slot) and self._pool.retire(slot):
                 return slot
-        if self._preparer.is_running:
+        if self._pool.preparer.is_running:
             return None
-        if self._used_bytes() + nbytes <= self.budget_bytes:
-            new = self._new(nbytes)
+        if self._pool.used_bytes() + nbytes <= self.budget_bytes:
+            new = self._pool.new(nbytes)
             may_be_nameless = self._facts.has_outer and not must_outlive and self.folder is not None
-            if new is None and may_be_nameless and not self._files.is_limited:
-                new = self._new_nameless(nbytes)
+            if new is None and may_be_nameless and not self._pool.files.is_limited:
+                new = self._pool.new_nameless(nbytes)
             if new is not None:
                 return new
         for slot in ours:  # another size: give it back and try anew
             if slot.nbytes != nbytes and (slot.state == "free" or self._is_reusable(slot)):
-                self._drop(slot)
+                self._pool.drop(slot)
                 return self._try_reserve(nbytes, kept=kept)
         return None
 
@@ -261,16 +246,16 @@ class MemoryTier:
         Give it back with `abandon_slot`; it then serves the next save, warm.
         """
         with self._changed:
-            free = [s for s in list(self._slots) if s.nbytes == nbytes and self._is_usable(s)]
+            free = [s for s in list(self._slots) if s.nbytes == nbytes and self._pool.is_usable(s)]
             slot: Slot | None = free[0] if free else None
             while slot is None and nbytes <= self.budget_bytes:
-                if self._used_bytes() + nbytes <= self.budget_bytes:
-                    slot = self._new(nbytes)
+                if self._pool.used_bytes() + nbytes <= self.budget_bytes:
+                    slot = self._pool.new(nbytes)
                     break
                 unused = next((s for s in self._slots if s.state == "free"), None)
                 if unused is None:
                     break
-                self._drop(unused)
+                self._pool.drop(unused)
             if slot is not None:
                 slot.state = "staging"
             return slot
@@ -280,18 +265,9 @@ class MemoryTier:
         with self._changed:
             slot = self.try_scratch(nbytes)
             if slot is None:
-                slot = self._new_anonymous(nbytes)
+                slot = self._pool.new_anonymous(nbytes)
                 slot.state = "staging"
             return slot
-
-    def _is_usable(self, slot: Slot) -> bool:
-        """Free, and still there."""
-        if slot.state != "free":
-            return False
-        if slot.path is None or os.path.exists(slot.path):
-            return True
-        self._lose(slot, TierError(f"memory: {slot.path} is gone", tier="memory", key=slot.path))
-        return False
 
     def _is_reusable(self, slot: Slot) -> bool:
         if slot.id is not None and slot.id == self._facts.newest:
@@ -304,10 +280,10 @@ class MemoryTier:
             return False
         if slot.path is None and self._facts.has_outer:
             return True
-        fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._files.is_full
+        fits_two = 2 * slot.nbytes <= self.budget_bytes and not self._pool.files.is_full
         if fits_two or any(s.state != "sealed" for s in self._slots):
             return False
-        self._tell(
+        self._pool.tell(
             "one",
             "memory has room for one snapshot only: while the next one is built, a restart finds "
             "the newest on the root, not in memory",
@@ -330,67 +306,14 @@ class MemoryTier:
         self.ask_spill(oldest.id)
         return True
 
-    def _used_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots) + self._preparer.promised_bytes
-
     def full(self, nbytes: int, *, waited: bool = False) -> TierFullError:
         """The error of a state that there is no room for."""
         held = [slot.id.name for slot in self._slots if slot.id]
-        free = self.budget_bytes - self._used_bytes()
+        free = self.budget_bytes - self._pool.used_bytes()
         return no_room(
             self.folder, nbytes, free, self.budget_bytes, held,
-            waited=waited, refusal=self._files.refusal, budget_from=self.budget_from,
+            waited=waited, refusal=self._pool.files.refusal, budget_from=self.budget_from,
         )  # fmt: skip
-
-    def _tell(self, topic: str, message: str) -> None:
-        if topic not in self._told:
-            self._told.add(topic)
-            _LOG.warning("rank %d: %s", self.rank, message)
-
-    def _new_nameless(self, nbytes: int) -> Slot | None:
-        """Anonymous memory in place of a full tmpfs, within the budget."""
-        try:
-            return self._new_anonymous(nbytes)
-        except TierError as error:
-            self._tell("nameless", str(error))
-            return None
-
-    def _new(self, nbytes: int) -> Slot | None:
-        slot = self._files.allocate(nbytes)
-        if slot is not None:
-            self._slots.append(slot)
-        return slot
-
-    def _new_anonymous(self, nbytes: int) -> Slot:
-        slot = self._files.allocate_anonymous(nbytes)
-        self._slots.append(slot)
-        return slot
-
-    def _drop(self, slot: Slot) -> None:
-        self._note_going(slot)
-        self._slots.remove(slot)
-        try:
-            self._files.free(slot)
-        except TierError as error:
-            self._lose(slot, error)
-
-    def _retire(self, slot: Slot) -> bool:
-        """Make a slot free; False if its file is gone, and then the slot is as well."""
-        self._note_going(slot)
-        try:
-            self._files.retire(slot)
-        except TierError as error:
-            self._lose(slot, error)
-            return False
-        return True
-
-    def _lose(self, slot: Slot, error: TierError) -> None:
-        """Somebody else removed a slot's file: nobody can find it by name any more, so let go of it."""
-        self._tell("lost", f"{error}: files in {self.folder} are removed by somebody else")
-        self._note_going(slot)
-        if slot in self._slots:
-            self._slots.remove(slot)
-        slot.unmap()
 
     def abandon_slot(self, slot: Slot) -> None:
         """Give a reserved slot back unused: staging or the save failed."""
@@ -399,8 +322,8 @@ class MemoryTier:
                 slot.state, slot.id = "free", None
                 # Without a name it must not serve a snapshot that is to outlive us.
                 nameless = slot.path is None and self.folder is not None
-                if nameless or self._used_bytes() > self.budget_bytes > 0:
-                    self._drop(slot)
+                if nameless or self._pool.used_bytes() > self.budget_bytes > 0:
+                    self._pool.drop(slot)
             self._changed.notify_all()
 
     def seal(self, slot: Slot, snapshot_id: SnapshotId, header: bytes, *, kept: bool) -> None:
@@ -411,11 +334,11 @@ class MemoryTier:
         write_header(self._ops, slot, header)
         with self._changed:
             try:
-                self._files.give_final_name(slot, snapshot_id)
+                self._pool.files.give_final_name(slot, snapshot_id)
             except TierError as error:
                 if kept or not self._facts.has_outer:
                     raise
-                self._tell(
+                self._pool.tell(
                     "lost", f"{error}: this snapshot goes to the root without outliving us here"
                 )
                 slot.path = None
@@ -425,7 +348,7 @@ class MemoryTier:
 
     def mark_complete(self, snapshot_id: SnapshotId) -> None:
         """Leave a mark that this memory-only snapshot was complete on all ranks."""
-        self._files.mark_complete(snapshot_id)
+        self._pool.files.mark_complete(snapshot_id)
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make `count` free warm slots of `nbytes` in the background, as far as the budget goes."""
@@ -435,12 +358,12 @@ class MemoryTier:
                 for s in self._slots
                 if s.nbytes == nbytes and (s.state == "free" or self._is_reusable(s))
             )
-            room = (self.budget_bytes - self._used_bytes()) // max(1, nbytes)
-            self._preparer.start(nbytes, min(count - spare, room))
+            room = (self.budget_bytes - self._pool.used_bytes()) // max(1, nbytes)
+            self._pool.preparer.start(nbytes, min(count - spare, room))
 
     def wait_prepared(self, timeout_s: float) -> None:
         """Wait for `prepare` to end."""
-        self._preparer.wait(timeout_s)
+        self._pool.preparer.wait(timeout_s)
 
     def adopt(self, slots: list[Slot]) -> None:
         """Take over slots of a dead run."""
@@ -449,13 +372,13 @@ class MemoryTier:
 
     def close(self, *, keep: bool) -> None:
         """Unmap everything; without `keep` the files go as well."""
-        self._preparer.stop()
+        self._pool.preparer.stop()
         self.wait_prepared(60.0)
         with self._changed:
             for slot in list(self._slots):
                 if not keep or slot.state == "free" or slot.path is None:
                     try:
-                        self._drop(slot)
+                        self._pool.drop(slot)
                     except OSError as error:
                         _LOG.warning("rank %d: %s", self.rank, error)
                 else:

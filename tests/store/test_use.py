@@ -394,12 +394,12 @@ def test_memory_stays_bounded_over_many_saves(open_store: OpenStore) -> None:
     for step in range(5):
         store.save(state, step=step).wait()
     descriptors = len(os.listdir("/proc/self/fd"))
-    used = store._session.memory._used_bytes()
+    used = store._session.memory.used_bytes
     for step in range(5, 40):
         state["w"].fill_(step)
         store.save(state, step=step).wait()
     store.drain()
-    assert store._session.memory._used_bytes() <= used
+    assert store._session.memory.used_bytes <= used
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
     assert threading.active_count() < 12
 

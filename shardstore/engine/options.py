@@ -1,0 +1,79 @@
+"""The arguments of a store, checked before anything is done."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardstore.engine.arguments import check_timeout, resolve_memory_dir
+from shardstore.engine.listing import resolve_disk, resolve_name, resolve_root
+from shardstore.engine.retention import check_keep
+from shardstore.errors import shown
+from shardstore.tiers.limits import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """Checked arguments of `SnapshotStore`."""
+
+    root: str | None
+    disk: str | None
+    """Absolute; this store uses a folder of its own in it."""
+    memory_bytes: int | None
+    """None: measured."""
+    memory_dir: str
+    name: str | None
+    keep: int | None
+    timeout_s: float
+    on_error: str
+    on_full: str
+
+    @property
+    def shared_arguments(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return (
+            self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error, self.on_full,
+            self.disk is not None,
+        )  # fmt: skip
+
+
+def check_options(
+    *,
+    root: str | os.PathLike[str] | None,
+    disk: str | os.PathLike[str] | None,
+    memory: object,
+    memory_dir: object,
+    name: object,
+    keep: object,
+    on_full: object,
+    on_error: object,
+    timeout_s: object,
+) -> OpenOptions:
+    """Validate the arguments of `SnapshotStore`, and fill in what depends on others.
+
+    Raises:
+        ValueError: One of them is off, or they do not go together.
+    """
+    if on_error not in ("raise", "warn"):
+        raise ValueError(f'on_error must be "raise" or "warn", got {shown(on_error)}')
+    if on_full not in ("wait", "skip", "direct"):
+        raise ValueError(f'on_full must be "wait", "skip" or "direct", got {shown(on_full)}')
+    seconds = check_timeout(timeout_s, what="timeout_s")
+    resolved, local = resolve_root(root), resolve_disk(disk)
+    is_auto = isinstance(memory, str) and memory == "auto"
+    budget = None if is_auto else parse_bytes(memory, what="memory")
+    if budget == 0 and resolved is None and local is None:
+        raise ValueError(
+            "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
+        )
+    return OpenOptions(
+        root=resolved,
+        disk=local,
+        memory_bytes=budget,
+        memory_dir=resolve_memory_dir(memory_dir),
+        name=resolve_name(name, resolved or local),
+        keep=check_keep(keep),
+        timeout_s=seconds,
+        on_error=on_error,
+        on_full=on_full,
+    )
