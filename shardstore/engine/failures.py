@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Final
 
 from shardstore.cluster.agreed import AgreedPoint
 from shardstore.engine.session import Failure, PendingSave, Session
 from shardstore.engine.transitions import lost
 from shardstore.errors import SaveFailedError
+
+_SHARE: Final = 0.5
+"""How much of the timeout a save waits for the others' answer where to raise. A rank that never entered the
+failed save never answers, and waits meanwhile for this rank in a later one: this rank must give up first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +54,7 @@ class Failures:
                 self._session.coordinator,
                 f"raise/{save.count}",
                 reached=self._entered,
-                timeout_s=self._session.timeout_s,
+                timeout_s=self._session.timeout_s * _SHARE,
             )
             point.signal(flag=save.raised is not None)
             self._known.append(_Known(save.step, failure, point))

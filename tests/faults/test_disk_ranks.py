@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardstore.tiers.fileops import use_ops
-from tests.faults.breaking_ops import WatchedOps, kill_at_point
+from tests.faults.breaking_ops import WatchedOps, hold_at, kill_at_point
 from tests.faults.scenario import Job, open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -95,25 +99,25 @@ def test_a_kill_at_any_step_of_a_spill_leaves_the_old_or_the_new_snapshot() -> N
 
 
 def _die_with_the_root_held(rank: int, folder: str, disk: str) -> None:
-    """No rank's file of steps 2 and 3 gets to the root; all die once they are on the disks."""
+    """Step 2 does not get to the root on any rank; all die once it is on both disks."""
     pids = share_pids(rank, folder)
-    ops = WatchedOps(kill_at_point("pass on", pids)) if rank == 0 else WatchedOps()
+    go = threading.Event()  # never set
+    ops = WatchedOps(hold_at("point:pass on", threading.Event(), go))
     with use_ops(ops):
         store = _open(folder, disk, memory="70KiB")
     job = Job(rank)
     job.fill(1)
     store.save(job.state, step=1).wait(20)
-    coordinator = store._session.coordinator
-    if rank == 1:
-        job.fill(2)
-        store.save(job.state, step=2)
-        coordinator.wait(["ondisk/2"], phase="test", ranks=[0])
-        coordinator.post("go", b"1")
-        coordinator.wait(["never"], phase="test", ranks=[0], timeout_s=60)
     job.fill(2)
     ops.arm()
     store.save(job.state, step=2)
-    coordinator.wait(["never"], phase="test", ranks=[1], timeout_s=60)
+    told = store._session.coordinator.wait(["ondisk/2"], phase="test", ranks=[0], timeout_s=30)
+    assert told == [b"1"]
+    dist.barrier()
+    if rank == 0:
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGKILL)
+    go.wait(60)
 
 
 def test_what_only_the_disks_have_is_restored_although_root_and_memory_are_gone(

@@ -45,6 +45,7 @@ def test_a_save_says_staged_sealed_written_and_committed_once_each(
     open_store: OpenStore, info: pytest.LogCaptureFixture
 ) -> None:
     store = open_store()
+    info.clear()  # the root is on a tmpfs here, which is warned of
     found = store.save(_state(), step=12).wait(20)
     assert found is not None
     store.drain()
@@ -68,6 +69,7 @@ def test_fields_are_plain_and_the_text_reads_without_them(
     open_store: OpenStore, info: pytest.LogCaptureFixture
 ) -> None:
     store = open_store()
+    info.clear()  # the root is on a tmpfs here, which is warned of
     found = store.save(_state(), step=12).wait(20)
     assert found is not None
     store.drain()
@@ -157,6 +159,7 @@ def test_a_failed_save_warns_with_its_cause(
     ops = WatchedOps(raise_at("write_at", OSError(5, "broken")))
     with use_ops(ops):
         store = open_store(on_error=on_error)
+    info.clear()
     store.save(_state(), step=7).wait(20)
     ops.arm()
     with pytest.raises(SaveFailedError):
@@ -183,6 +186,7 @@ def test_nothing_is_said_below_the_level_that_is_on(
 ) -> None:
     caplog.set_level(logging.WARNING, logger="shardstore")
     store = open_store()
+    caplog.clear()
     store.save(_state(), step=1).wait(20)
     store.restore(_state())
     store.close()
