@@ -30,6 +30,7 @@ from benchmarks.ranks import NUM_RANKS, gpt
 from benchmarks.restarts import restarts
 from benchmarks.single import compare, per_tensor
 from benchmarks.slowdown import slowdowns
+from benchmarks.steady import steady
 from benchmarks.table import Table
 from benchmarks.targets import OF_STATE
 
@@ -49,6 +50,7 @@ def measure(state: str, mib: int, runs: int, folder: Path) -> Table:
         compare(table, folder, functools.partial(states.tiny, num_tensors), with_machine=False)
         per_tensor(table, num_tensors)
     else:
+        steady(table, folder)
         compare(table, folder, functools.partial(states.large, table.nbytes), with_machine=True)
         restarts(table, folder)
         peaks(table, folder)

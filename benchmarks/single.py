@@ -56,7 +56,6 @@ def _compare(table: Table, folder: Path, state: State, *, with_machine: bool) ->
         for run in range(table.runs):
             if with_machine:
                 _measure_machine(table, state, copy, huge, folder)
-            _measure_first_save(table, state, folder / "first")
             for system in systems if run % 2 else reversed(systems):
                 table.add("bare: warm copy", machine.warm_copy_s(state, copy))
                 _measure(table, system, state)
@@ -115,13 +114,6 @@ def _measure_machine(
     table.add("bare: write + fsync", machine.bare_write_s(huge, path))
     table.add("bare: cold read", machine.bare_read_s(path, huge))
     path.unlink()
-
-
-def _measure_first_save(table: Table, state: State, folder: Path) -> None:
-    fresh = Shardstore(folder, memory=memory_for(table.nbytes))
-    fresh.warmup(state)
-    table.add("shardstore: first save after warmup, blocked", fresh.save(state)[0])
-    fresh.close()
 
 
 def _measure(table: Table, system: System, state: State) -> None:

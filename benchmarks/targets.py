@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import steady
 from benchmarks.table import Target
 
 _BLOCKS = "shardstore: save blocks"
@@ -23,11 +24,11 @@ def _speed(what: str, of: str, by: str, limit: str) -> Target:
 
 
 LARGE = (
-    Target("save blocks / bare warm copy", _BLOCKS, "<= 1.15", _COPY),
+    Target("save blocks / bare warm copy, in a process of its own", steady.BLOCKS, "<= 1.15", steady.COPY),
     Target("save blocks / DCP async_save, 64 MiB tensors", _BIG_BLOCKS, "<= 0.33", "DCP async_save: save blocks, 64 MiB tensors"),
     Target("save blocks / DCP async_save", _BLOCKS, "<= 1.00", "DCP async_save: save blocks"),
     Target("save blocks / DCP async_save, reused shared memory", _BLOCKS, "<= 1.05", "DCP async_save, reused shared memory: save blocks"),
-    Target("first save after warmup / later ones", "shardstore: first save after warmup, blocked", "<= 1.15", _BLOCKS),
+    Target("first save after warmup / later ones, in a process of its own", steady.FIRST, "<= 1.15", steady.BLOCKS),
     _speed("return of save to committed, speed against bare write + fsync", _AFTER, _WRITE, ">= 0.85"),
     _speed("start of save to committed, speed against bare write + fsync", _DURABLE, _WRITE, ">= 0.70"),
     _speed("start of save to committed, speed against DCP save", _DURABLE, "DCP save: save until durable", ">= 1.50"),
