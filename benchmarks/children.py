@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 TIMEOUT_S = 600.0
-_PRELOAD = ["shardstore.store", "safetensors.torch", "benchmarks.bookkeeping", "benchmarks.peers", "benchmarks.ranks"]  # fmt: skip
+_PRELOAD = ["shardstore.store", "safetensors.torch", "benchmarks.peers", "benchmarks.ranks"]  # fmt: skip
 
 
 class ChildError(RuntimeError):

@@ -5,7 +5,8 @@
 Two kinds of work that a save may disturb: a loop of pure Python, which shares the interpreter's lock with
 our threads, and a loop of matrix products on all cores, which shares the cores. Each is timed alone,
 then from the return of `save` until its snapshot is durable, then alone again; the speed alone is the
-mean of both sides, so that a machine that drifts does not count as a slow-down.
+mean of both sides, so that a machine that drifts does not count as a slow-down. The bare steps of a
+spill in another process, which shares no lock with the loop, show what the machine itself takes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks.bare_steps import bare_steps
 from benchmarks.children import call
 from benchmarks.states import large
 from benchmarks.systems import memory_for
@@ -119,7 +121,10 @@ def _measure(folder: Path, nbytes: int, runs: int) -> list[tuple[str, str, float
     alone_s = ALONE_S if nbytes >= 1 << 28 else ALONE_S / 10
     found = []
     steps = 0
-    with SnapshotStore(folder / "slowdown", memory=memory_for(nbytes), keep=1) as store:
+    with (
+        SnapshotStore(folder / "slowdown", memory=memory_for(nbytes), keep=1) as store,
+        bare_steps(folder, nbytes) as bare,
+    ):
 
         def save() -> Pending:
             return store.save(state, step=steps).committed
@@ -129,7 +134,11 @@ def _measure(folder: Path, nbytes: int, runs: int) -> list[tuple[str, str, float
             response: Any = dcp.async_save(dict(state), checkpoint_id=path)  # type: ignore[attr-defined]
             return getattr(response, "upload_completion", response)  # type: ignore[no-any-return]
 
-        systems = {"shardstore": save, "DCP async_save": dcp_save}
+        systems: dict[str, Callable[[], Pending]] = {
+            "shardstore": save,
+            "DCP async_save": dcp_save,
+            "bare digest and write, another process": bare.begin,
+        }
         loops = (PythonLoop(), TorchLoop())
         for begin in systems.values():
             begin().result()

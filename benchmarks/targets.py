@@ -7,7 +7,6 @@ from benchmarks.table import Target
 
 _BLOCKS = "shardstore: save blocks"
 _BIG_BLOCKS = "shardstore: save blocks, 64 MiB tensors"
-_AFTER = "shardstore: from the return of save to committed"
 _DURABLE = "shardstore: save until durable"
 _SIGKILL = "shardstore: restore from memory after SIGKILL"
 _VERIFY = "shardstore: read and verify from disk, cold, warmed slot"
@@ -15,7 +14,6 @@ _WARMED = "shardstore: restore from disk, cold, warmed slot"
 _FRESH = "shardstore: restore from disk, cold, fresh process"
 _COPY = "bare: warm copy"
 _ONE_THREAD = "bare: warm copy, one thread"
-_WRITE = "bare: write + fsync"
 _READ = "bare: cold read"
 
 
@@ -29,8 +27,8 @@ LARGE = (
     Target("save blocks / DCP async_save", _BLOCKS, "<= 1.00", "DCP async_save: save blocks"),
     Target("save blocks / DCP async_save, reused shared memory", _BLOCKS, "<= 1.05", "DCP async_save, reused shared memory: save blocks"),
     Target("first save after warmup / later ones, in a process of its own", steady.FIRST, "<= 1.15", steady.BLOCKS),
-    _speed("return of save to committed, speed against bare write + fsync", _AFTER, _WRITE, ">= 0.85"),
-    _speed("start of save to committed, speed against bare write + fsync", _DURABLE, _WRITE, ">= 0.70"),
+    _speed("return of save to committed, speed against bare write + fsync, in a process of its own", steady.AFTER, steady.WRITE, ">= 0.85"),
+    _speed("start of save to committed, speed against bare write + fsync, in a process of its own", steady.DURABLE, steady.WRITE, ">= 0.70"),
     _speed("start of save to committed, speed against DCP save", _DURABLE, "DCP save: save until durable", ">= 1.50"),
     _speed("start of save to committed, speed against save_file + fsync", _DURABLE, "safetensors save_file + fsync: save until durable", ">= 1.50"),
     _speed("restore from memory after SIGKILL, speed against one-thread copy", _SIGKILL, _ONE_THREAD, ">= 0.45"),

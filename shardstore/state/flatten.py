@@ -47,6 +47,8 @@ class FlatState:
     """JSON-able tree."""
     uncovered: tuple[str, ...]
     """Names of non-persistent buffers: not stored."""
+    has_aliases: bool
+    """Some rows are other names for the memory of an earlier one."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ def flatten_state(
         coordinates=described.coordinates,
         leaves=leaves,
         uncovered=tuple(walk.uncovered),
+        has_aliases=described.has_aliases,
     )
 
 

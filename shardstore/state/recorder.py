@@ -29,6 +29,7 @@ class Described:
     pieces: tuple[TensorPiece, ...]
     meshes: tuple[Mesh, ...]
     coordinates: tuple[tuple[int, ...] | None, ...]
+    has_aliases: bool
 
 
 class Recorder:
@@ -96,6 +97,7 @@ class Memory:
             tuple(collector.pieces),
             tuple(collector.meshes),
             tuple(collector.coordinates),
+            any(row.alias_of is not None for row in collector.rows),
         )
         self._remember(found, described, collector.tensors)
         return described, collector.tensors

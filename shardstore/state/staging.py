@@ -80,11 +80,10 @@ def stage(
 
 def pairs_of(flat: FlatState, views: Sequence[torch.Tensor]) -> list[Pair]:
     """View and live tensor of each row that has bytes of its own."""
-    return [
-        (view, tensor)
-        for row, tensor, view in zip(flat.table, flat.tensors, views, strict=True)
-        if row.alias_of is None
-    ]
+    pairs = list(zip(views, flat.tensors, strict=True))
+    if not flat.has_aliases:
+        return pairs
+    return [pair for pair, row in zip(pairs, flat.table, strict=True) if row.alias_of is None]
 
 
 class Copying:
@@ -182,12 +181,14 @@ _BYTEWISE = frozenset(TORCH_DTYPES[name] for name in _NO_COPY_KERNEL if name in 
 
 def _copy_host(pairs: Sequence[Pair]) -> None:
     """One call for all: a call each takes longer than copying a small tensor."""
-    plain = [pair for pair in pairs if pair[1].dtype not in _BYTEWISE]
-    if plain:
-        targets, sources = zip(*plain, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))
-    if len(plain) < len(pairs):
-        _copy_all([pair for pair in pairs if pair[1].dtype in _BYTEWISE])
+    if not pairs:
+        return
+    targets, sources = zip(*pairs, strict=True)
+    if _BYTEWISE.isdisjoint({source.dtype for source in sources}):
+        torch._foreach_copy_(targets, sources)
+    else:
+        pairs = [(bytewise(target), bytewise(source)) for target, source in pairs]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _copy_all(pairs: Iterable[Pair]) -> None:
