@@ -48,6 +48,7 @@ def _save_and_copy(folder: Path, nbytes: int) -> list[tuple[str, float]]:
             if step:
                 found.append((WRITE, machine.bare_write_s(huge, folder / "bare")))
                 (folder / "bare").unlink()
+            machine.warm_copy_s(state, copy)  # the first after a pause
             copy_s = machine.warm_copy_s(state, copy)
             started = time.perf_counter()
             snapshot = store.save(state, step=step)
