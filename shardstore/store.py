@@ -186,6 +186,7 @@ class SnapshotStore:
             self._stager.stage(save, state, step=step, metadata=metadata, overlap=overlap)
         except BaseException as error:
             save.raised = failure_of(error, self._session.rank)
+            save.late = None  # its slot will serve others
             if save.slot is not None:
                 self._session.memory.abandon_slot(save.slot)
                 save.slot = None

@@ -51,7 +51,9 @@ class KeptSnapshots:
         """No thread runs before the first question."""
         self._session = session
         self._ops = ops
-        self._lock = threading.Lock()
+        self._lock = (
+            threading.RLock()
+        )  # a question that is there already is heard while listening begins
         self._next = 0
         self._wanted: list[SnapshotId] = []
         self._heard: Future[Any] | None = None

@@ -68,21 +68,22 @@ class OnDisk:
         """Give up one file that nobody needs here: aborted, or committed on the root, oldest first.
 
         Returns:
-            False if there is none.
+            False if there is none, or none of them can be removed.
 
         Raises:
-            TierError: The root cannot be listed.
+            TierError: The root cannot be read.
         """
-        safe = {register.id for register in catalog.committed()}
         for snapshot_id in self.disk.ids():
-            if snapshot_id in safe or catalog.state(snapshot_id) == "aborted":
+            if _is_spare(catalog, snapshot_id, self.disk.rank):
                 self.remove(snapshot_id)
-                return True
+                if not self.disk.has(snapshot_id):
+                    return True
         if self.disk.rank == min(self._local_ranks):
             for snapshot_id, rank in self.disk.others(self._local_ranks):
-                if snapshot_id in safe:
+                if _is_spare(catalog, snapshot_id, rank):
                     self.disk.remove(snapshot_id, rank)
-                    return True
+                    if not self.disk.has(snapshot_id, rank):
+                        return True
         return False
 
     def clear_leftovers(
@@ -114,6 +115,12 @@ class OnDisk:
             is_useless = gist is None and on_root != "committed"
             if on_root == "aborted" or is_useless or not (in_use or newer):
                 self.remove(snapshot_id)
+
+
+def _is_spare(catalog: Catalog, snapshot_id: SnapshotId, rank: int) -> bool:
+    state = catalog.state(snapshot_id)
+    has_file = state == "committed" and rank in catalog.tier.list_ranks(snapshot_id)
+    return has_file or state == "aborted"
 
 
 def _gist_of(reader: ShardReader) -> Gist | None:

@@ -24,8 +24,8 @@ from shardstore.format.records import SnapshotId
 from shardstore.tiers.adoption import Adopted
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
-from shardstore.tiers.localdisk import LocalDisk, check_disk
-from shardstore.tiers.places import check_root
+from shardstore.tiers.localdisk import LocalDisk
+from shardstore.tiers.places import check_disk, check_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
@@ -63,18 +63,20 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     adopted, memory = Adopted(), None
     catalog, on_disk = None, None
     gists: dict[SnapshotId, Gist] = {}
+    marked: set[SnapshotId] = set()
     if options.root is not None:
         catalog = Catalog(DiskTier(options.root, name="root", ops=ops))
     try:
         if options.root is not None:
             check_root(options.root)
         on_disk = _open_disk(options, coordinator, ops)
-        gists = on_disk.gists() if on_disk is not None else {}
+        if on_disk is not None:
+            gists, marked = on_disk.gists(), set(on_disk.disk.marked())
         memory, adopted = open_memory(options, coordinator, ops)
         warn_of_root(options, memory, coordinator.rank, ops)
     except Exception as raised:  # noqa: BLE001 - every rank must hear of it
         problem, error = note_of(raised, coordinator.rank), raised
-    marked = {*adopted.marked, *(on_disk.disk.marked() if on_disk is not None else ())}
+    marked |= set(adopted.marked)
     inventory = _inventory(adopted, gists, marked)
     report = _Report(options.shared_arguments, inventory, tuple(gists), problem)
 
@@ -117,7 +119,7 @@ def _open_disk(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> 
     if options.disk is None:
         return None
     assert options.name is not None
-    check_disk(options.disk, memory_dir=options.memory_dir, root=options.root)
+    check_disk(options.disk, memory_dir=options.memory_dir, root=options.root, ops=ops)
     location = os.path.join(options.disk, f"shardstore-{os.getuid()}", options.name)
     disk = LocalDisk(location, rank=coordinator.rank, ops=ops)
     return OnDisk(disk, local_ranks=tuple(coordinator.local_ranks))

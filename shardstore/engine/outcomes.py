@@ -232,11 +232,14 @@ class Outcomes:
         coordinator.forget(f"durable/{count}/{coordinator.rank}")
         shared = [fail_key(save), f"complete/{count}", f"outcome/{count}"]
         if self._session.on_disk is not None:
-            for watch in save.watches:
-                watch.cancel()
-            coordinator.forget(on_disk_key(save, coordinator.rank))
             shared.append(on_disk_key(save))
+            self._stop_watching(save)
         coordinator.retire(f"save/{count}", shared)
+
+    def _stop_watching(self, save: PendingSave) -> None:
+        for watch in save.watches:
+            watch.cancel()
+        self._session.coordinator.forget(on_disk_key(save, self._session.rank))
 
     def _clean_up(self, save: PendingSave) -> None:
         """Remove what this rank wrote to the disk and the root, once its spill is over."""
@@ -244,6 +247,8 @@ class Outcomes:
         if not session.has_outer or save.id is None or not save.persist:
             return
         save.spilled.wait(session.timeout_s)
+        if session.on_disk is not None:
+            self._stop_watching(save)  # the spill may have begun to after the outcome was known
         try:
             if session.catalog is None:
                 assert session.on_disk is not None

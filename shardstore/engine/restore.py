@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory, Nothing, Skip
+from shardstore.engine.choose import Candidate, Chooser, Inventory, Nothing, Skip
+from shardstore.engine.inventory import take_inventory
 from shardstore.engine.jointly import meet_after_copying
 from shardstore.engine.load import Loaded, load_shard
 from shardstore.engine.plan import check_step
@@ -34,7 +35,6 @@ from shardstore.errors import (
     TierFullError,
     UnsupportedStateError,
 )
-from shardstore.format.records import SnapshotId
 from shardstore.state.guards import check_boundary
 from shardstore.state.quiet import without_gc
 
@@ -374,28 +374,3 @@ def _first_failure(values: list[bytes]) -> bytes:
 def _corrupt_note(skipped: tuple[Skip, ...]) -> Note:
     reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in skipped)
     return Note("corrupt", f"the newest snapshot cannot be read and fallback=False: {reasons}")
-
-
-def take_inventory(session: Session, step: int | None) -> Inventory:
-    """What this rank can offer from memory and its disk, headers checked; of one step, if given."""
-    readable: list[SnapshotId] = []
-    for snapshot_id in session.memory.ids():
-        if step is not None and snapshot_id.step != step:
-            continue
-        try:
-            session.memory.check_header(snapshot_id)
-        except (FormatError, CorruptSnapshotError) as error:
-            session.warn("%s", error)
-            continue
-        readable.append(snapshot_id)
-    if session.on_disk is not None:
-        readable += [i for i in session.on_disk.gists(step) if i not in readable]
-    holdings = tuple(
-        Holding(
-            snapshot_id,
-            session.adopted_world_sizes.get(snapshot_id, session.world_size),
-            is_complete=snapshot_id in session.complete or snapshot_id in session.marked,
-        )
-        for snapshot_id in readable
-    )
-    return Inventory(holdings, tuple(session.marked), tuple(session.aborted))

@@ -26,7 +26,9 @@ class _Metadata(msgspec.Struct):
     shardstore: str
 
 
-class _Outer(msgspec.Struct):
+class OuterHeader(msgspec.Struct):
+    """The JSON of a shard file, as far as it leads to our record in it."""
+
     metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
@@ -38,7 +40,7 @@ def read_canonical_header(
     The numbers in it are not judged: they say what they say, consistently.
     """
     try:
-        outer = msgspec.json.decode(text, type=_Outer)
+        outer = msgspec.json.decode(text, type=OuterHeader)
         header = msgspec.json.decode(outer.metadata.shardstore, type=ShardHeader)
         if header.format != FORMAT_VERSION or len(header.table) != len(header.pieces):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shardstore.format.canonical import OuterHeader
 from shardstore.format.header import is_header_whole
 from shardstore.format.records import FORMAT_VERSION, SnapshotId
 
@@ -30,14 +31,6 @@ class Gist(msgspec.Struct, frozen=True):
         return SnapshotId(self.step, self.run, self.count, self.nonce)
 
 
-class _Metadata(msgspec.Struct):
-    shardstore: str
-
-
-class _Outer(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
-
-
 def read_gist(prefix: bytes, *, file_nbytes: int) -> Gist | None:
     """Read the gist of a file of `file_nbytes` from its first bytes, up to the end of the header's JSON.
 
@@ -47,7 +40,7 @@ def read_gist(prefix: bytes, *, file_nbytes: int) -> Gist | None:
     if not is_header_whole(prefix):
         return None
     try:
-        outer = msgspec.json.decode(prefix[8:], type=_Outer)
+        outer = msgspec.json.decode(prefix[8:], type=OuterHeader)
         gist = msgspec.json.decode(outer.metadata.shardstore, type=Gist)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -51,9 +51,10 @@ class LocalDisk:
         ids = self._tier.list_ids()
         return [i for i in ids if os.path.exists(self._path(i, mark_name(self.rank)))]
 
-    def has(self, snapshot_id: SnapshotId) -> bool:
-        """Whether this rank's file is here."""
-        return os.path.exists(self._path(snapshot_id))
+    def has(self, snapshot_id: SnapshotId, rank: int | None = None) -> bool:
+        """Whether the file of this rank, or of another one, is here."""
+        name = None if rank is None else shard_file_name(rank)
+        return os.path.exists(self._path(snapshot_id, name))
 
     def create_shard(self, snapshot_id: SnapshotId, nbytes: int) -> DiskWriter:
         """Reserve the space of this rank's file under a temp name.
@@ -105,57 +106,3 @@ class LocalDisk:
 
     def _path(self, snapshot_id: SnapshotId, name: str | None = None) -> str:
         return os.path.join(self.location, snapshot_id.name, name or shard_file_name(self.rank))
-
-
-def check_disk(path: str, *, memory_dir: str, root: str | None) -> None:
-    """Refuse a folder that cannot be a tier between memory and the root; makes nothing.
-
-    Raises:
-        ValueError: It is a file or in one, is the root, or is memory itself.
-        TierError: It cannot be written to.
-    """
-    existing = path
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise ValueError(
-            f"disk={path!r}: {existing} is a file; give a folder on a disk of this host"
-        )
-    real = os.path.realpath(path)
-    if root is not None and real == os.path.realpath(root):
-        raise ValueError(
-            f"disk={path!r} is the root: give the root alone, or a folder on a disk of this host"
-        )
-    if (
-        os.path.isdir(memory_dir)
-        and _is_on_tmpfs(existing)
-        and _device(existing) == _device(memory_dir)
-    ):
-        raise ValueError(
-            f"disk={path!r} is on the tmpfs of memory_dir={memory_dir!r}: it would take the memory that it "
-            "is to make room in. Give a folder on a disk of this host"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise TierError(
-            f"disk: {existing} cannot be written to: mount it writable, or give another disk=",
-            tier="disk", key=path, operation="open",
-        )  # fmt: skip
-
-
-def _device(path: str) -> int:
-    return os.stat(path).st_dev
-
-
-def _is_on_tmpfs(path: str) -> bool:
-    """Whether a path is on a tmpfs, as the kernel's table of mounts says."""
-    device = _device(path)
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                fields, _, rest = line.partition(" - ")
-                if fields.split()[2] == wanted:
-                    return rest.split()[0] in ("tmpfs", "ramfs")
-    except (OSError, IndexError):
-        pass
-    return False

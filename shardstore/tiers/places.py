@@ -43,6 +43,34 @@ def doubts_about_root(root: str, memory_dir: str | None, ops: FileOps) -> str | 
     return doubt
 
 
+def check_disk(disk: str, *, memory_dir: str, root: str | None, ops: FileOps) -> None:
+    """Refuse a folder that cannot be a tier between memory and the root; makes nothing.
+
+    Raises:
+        ValueError: It is a file or in one, is the root, or is memory itself.
+        TierError: It cannot be written to.
+    """
+    found = nearest(disk)
+    problem = None
+    if not os.path.isdir(found):
+        problem = f"cannot be a folder: {found} is a file"
+    elif root is not None and os.path.realpath(disk) == os.path.realpath(root):
+        problem = "is the root: give the root alone, or another folder"
+    elif (
+        os.path.isdir(memory_dir)
+        and os.stat(found).st_dev == os.stat(memory_dir).st_dev
+        and ops.is_memory(found)
+    ):
+        problem = f"is on the tmpfs of memory_dir={memory_dir}: it would take the memory that it is to make room in"
+    if problem is not None:
+        raise ValueError(f"disk={disk} {problem}. Give a folder on a disk of this host")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise TierError(
+            f"disk: {found} cannot be written to: mount it writable, or give another disk=",
+            tier="disk", key=disk, operation="open",
+        )  # fmt: skip
+
+
 def nearest(path: str) -> str:
     """The path itself, or its nearest parent that exists."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:

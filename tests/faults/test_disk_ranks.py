@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardstore.tiers.fileops import use_ops
-from tests.faults.breaking_ops import WatchedOps, hold_at, kill_at_point
+from shardstore import SaveFailedError
+from shardstore.tiers.fileops import FileOps, use_ops
+from tests.faults.breaking_ops import WatchedOps, hold_at, kill_at_point, raise_at
 from tests.faults.scenario import Job, open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -132,3 +133,61 @@ def test_what_only_the_disks_have_is_restored_although_root_and_memory_are_gone(
     found = run_ranks(2, _come_back, folder, str(disk_folder), "root")
     assert [(step, seen) for step, seen, _ in found] == [(2, {2}), (2, {2})]
     assert {tier for _, _, tier in found} == {"disk (2 ranks)"}
+
+
+def _fail_while_the_other_spills(rank: int, folder: str, disk: str) -> int:
+    reached, go = threading.Event(), threading.Event()
+    at_spill = raise_at("point:spill", OSError(5, "broken"))
+    ops = WatchedOps(hold_at("point:post on disk", reached, go) if rank == 0 else at_spill)
+    with use_ops(ops):
+        store = _open(folder, disk)
+    job = Job(rank)
+    ops.arm()
+    handle = store.save(job.state, step=1)
+    (pending,) = store._pipeline.pending
+    error = handle.committed.exception(20)
+    assert "broken" in str(error)
+    if rank == 0:
+        assert reached.wait(20)
+    go.set()
+    assert pending.settled.wait(20)
+    for turn in ("one", "two"):  # the client's thread drops what was cancelled between two calls
+        store._session.coordinator.propose(f"test/{turn}/{rank}", b"1")
+    num_watches = len(store._session.coordinator._owner._watches)
+    assert not list(Path(disk).rglob(f"rank-{rank:05d}.safetensors*"))
+    dist.barrier()
+    with pytest.raises(SaveFailedError, match="broken"):
+        store.close()
+    return num_watches
+
+
+def test_a_spill_that_goes_on_after_its_save_failed_leaves_nothing_to_look_out_for(
+    folder: str, disk_folder: Path
+) -> None:
+    assert run_ranks(2, _fail_while_the_other_spills, folder, str(disk_folder)) == [0, 0]
+
+
+class UnlistedDisk(FileOps):
+    """A disk that cannot be listed."""
+
+    def __init__(self, disk: str) -> None:
+        self.disk = disk
+
+    def list_folder(self, path: str) -> list[str]:
+        if path.startswith(self.disk):
+            raise OSError(5, "broken")
+        return super().list_folder(path)
+
+
+def _open_where_one_disk_is_broken(rank: int, folder: str, disk: str) -> str:
+    with use_ops(UnlistedDisk(disk) if rank == 1 else FileOps()):
+        try:
+            _open(folder, disk)
+        except Exception as error:  # noqa: BLE001 - compared by the test
+            return str(error)
+    return "opened"
+
+
+def test_a_disk_that_one_rank_cannot_read_is_told_on_all(folder: str, disk_folder: Path) -> None:
+    for text in run_ranks(2, _open_where_one_disk_is_broken, folder, str(disk_folder)):
+        assert "broken" in text, text

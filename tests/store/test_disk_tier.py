@@ -70,6 +70,13 @@ class RootOps(FileOps):
         self.full: int | None = None
         """How many files the disk holds."""
         self.disk = ""
+        self.is_stuck = False
+        """Nothing can be removed from the disk."""
+
+    def unlink(self, path: str) -> None:
+        if self.is_stuck and path.startswith(self.disk) and path.endswith(".safetensors"):
+            raise OSError(30, "Read-only file system")
+        super().unlink(path)
 
     def _path(self, fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
@@ -163,6 +170,37 @@ def test_a_full_disk_gives_up_what_the_root_has_oldest_first(
     assert [step for step, found in tiers.items() if "disk" in found] == [4, 5]
     assert all("root" in found for found in tiers.values())
     assert [_restored(store, step)[0] for step in range(1, 6)] == [1, 2, 3, 4, 5]
+    store.close()
+
+
+def test_a_full_disk_that_removes_nothing_is_passed_by(open_store: Open, ops: RootOps) -> None:
+    ops.go.set()
+    ops.full, ops.is_stuck = 2, True
+    with use_ops(ops):
+        store = open_store()
+    for step in range(1, 5):
+        store.save(_state(step), step=step).wait(20)
+    tiers = {info.step: info.tiers[-2:] for info in store.snapshots()}
+    assert [step for step, found in tiers.items() if "disk" in found] == [1, 2]
+    assert [_restored(store, step)[0] for step in range(1, 5)] == [1, 2, 3, 4]
+    ops.is_stuck = False
+    store.close()
+
+
+def test_a_full_disk_keeps_what_the_root_has_no_file_of(
+    open_store: Open, ops: RootOps, folder: str
+) -> None:
+    ops.go.set()
+    ops.full = 2
+    with use_ops(ops):
+        store = open_store(memory="9MiB")
+    for step in (1, 2):
+        store.save(_state(step), step=step).wait(20)
+    (lost,) = (Path(folder) / "root").glob("step-000000000001*/*.safetensors")
+    lost.unlink()
+    store.save(_state(3), step=3).wait(20)
+    assert _restored(store, 1) == (1.0, "disk"), "the root lost its file; step 2 went instead"
+    assert _restored(store, 2)[0] == 2.0
     store.close()
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from shardstore import SnapshotStore, TierFullError, list_snapshots
+from shardstore.cluster.coordination import Coordinator
+from shardstore.engine.kept import KeptSnapshots
+from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps, use_ops
 from tests.store.conftest import OpenStore
 
@@ -41,16 +47,25 @@ class OneBrokenWrite(FileOps):
 
 
 class HeldWrites(FileOps):
-    """Holds every large write until released."""
+    """Holds every large write until released, or what comes before it: making the folder on the root."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str = "") -> None:
+        self.root = root
         self.writing, self.go = threading.Event(), threading.Event()
+
+    def _hold(self) -> None:
+        self.writing.set()
+        assert self.go.wait(60)
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         if len(data) > _MEBI:
-            self.writing.set()
-            assert self.go.wait(60)
+            self._hold()
         super().write_at(fd, data, offset)
+
+    def make_folder(self, path: str, mode: int = 0o777) -> None:
+        if self.root and path.startswith(self.root):
+            self._hold()
+        super().make_folder(path, mode)
 
 
 def test_more_snapshots_than_memory_holds_are_all_restorable(open_store: OpenStore) -> None:
@@ -137,10 +152,11 @@ def test_on_full_holds_while_a_spill_makes_room(open_store: OpenStore, on_full: 
     store.close()
 
 
+@pytest.mark.parametrize("has_folder", [True, False], ids=["writing", "before its folder"])
 def test_a_snapshot_that_is_deleted_while_it_is_spilled_does_not_come_back(
-    open_store: OpenStore, folder: str
+    open_store: OpenStore, folder: str, has_folder: bool
 ) -> None:
-    ops = HeldWrites()
+    ops = HeldWrites("" if has_folder else f"{folder}/root/step-")
     with use_ops(ops):
         store = open_store(memory="9MiB", on_full="skip")
     for step in (1, 2):
@@ -173,3 +189,36 @@ def test_what_a_killed_run_kept_in_memory_is_spilled_by_the_next(open_store: Ope
     third: Any = open_store(memory="9MiB")
     assert [info.step for info in third.snapshots()] == [1, 2, 3, 4]
     third.close()
+
+
+class Prompt:
+    """A coordinator that has found a key that is there by the time that `watch` returns."""
+
+    def __init__(self, real: Coordinator) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def watch(self, keys: list[str], *, every_s: float = 0.0) -> Future[Any]:
+        found = self.real.watch(keys, every_s=every_s)
+        wait([found], timeout=0.3)
+        return found
+
+
+def test_a_question_that_was_asked_before_a_rank_listens_is_heard(open_store: OpenStore) -> None:
+    store = open_store(memory="64MiB")
+    store.save(_state(1), step=1, persist=False).wait(20)
+    (snapshot_id,) = store._session.memory.ids()
+    store._pipeline._kept.stop(20)
+    session = replace(store._session, coordinator=cast("Any", Prompt(store._session.coordinator)))
+    # Another rank was faster with its questions: of one that is gone here, and of this one.
+    gone = SnapshotId(9, 1, 9, "00000000")
+    for number, asked in enumerate((gone, snapshot_id)):
+        session.coordinator.propose(f"kept-{number}/ask", msgspec.json.encode(asked))
+    kept = KeptSnapshots(replace(session, complete={}), FileOps())
+    with ThreadPoolExecutor(1) as pool:
+        assert wait([pool.submit(kept.watch)], timeout=30).done, "it waits for itself"
+    assert kept.stop(30)
+    assert _restored(store, 1)[0] == 1.0
+    assert store.stats().num_spilled == 1

@@ -351,6 +351,23 @@ def test_a_late_copy_that_fails_fails_the_save_and_not_the_step(open_store: Open
     assert [info.step for info in store.snapshots()] == [2]
 
 
+def test_a_save_that_raises_once_its_late_copy_is_planned_never_makes_it(
+    open_store: OpenStore,
+) -> None:
+    ops = WatchedOps(raise_at("point:staged", OSError(5, "broken")))
+    with use_ops(ops):
+        store = open_store()
+    state = trained()
+    store.save(state, step=1).wait(20)
+    ops.arm()
+    with pytest.raises(OSError, match="broken"):
+        store.save(state, step=2, overlap=True)
+    store.save(state, step=3).wait(20)  # into the slot that the second one gave back
+    assert "point:late copy" not in ops.names
+    assert [info.step for info in store.snapshots()] == [1, 3]
+    store.drain()
+
+
 def test_a_step_past_the_deadline_goes_on_and_its_snapshot_is_dropped(
     hold: Callable[..., Held],
 ) -> None:
