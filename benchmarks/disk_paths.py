@@ -105,8 +105,8 @@ def main() -> None:
     }
     reads = {
         "read: map and copy": mapped_read,
-        "read: page cache, two chunks ahead, dropped": streamed_read(Cached()),
-        "read: O_DIRECT, two chunks ahead": streamed_read(FileOps()),
+        "read: page cache, chunks ahead, dropped": streamed_read(Cached()),
+        "read: O_DIRECT, chunks ahead": streamed_read(FileOps()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*writes, *reads)}
     try:

@@ -47,9 +47,12 @@ the file of `save_file`.
 def page(results: list[dict[str, Any]]) -> str:
     """The Markdown text."""
     lines = [_HEAD]
+    told = None
     for result in results:
-        lines += [f"- {name}: {value}" for name, value in result["machine"].items()]
-        lines += [f"- command: `{result['command']}`", ""]
+        if result["machine"] != told:
+            told = result["machine"]
+            lines += [*(f"- {name}: {value}" for name, value in told.items()), ""]
+        lines += [f"Command: `{result['command']}`", ""]
         for table in map(Table.from_json, result["tables"]):
             lines += [*_section(table), ""]
     return "\n".join(lines).rstrip() + "\n" + _TAIL

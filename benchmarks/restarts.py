@@ -6,7 +6,11 @@ import os
 import shutil
 import signal
 import time
+from mmap import PAGESIZE
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from benchmarks import machine
 from benchmarks.children import call, call_killed
@@ -14,26 +18,54 @@ from benchmarks.states import large
 from benchmarks.systems import memory_for
 from benchmarks.table import Table
 
+COPY = "restarted: bare warm copy, one thread"
+COPY_ONE_CPU = "restarted: bare warm copy, one CPU"
+READ = "restarted: bare cold read"
+READ_COPY = "restarted: bare cold read, then bare copy"
+SIGKILL = "shardstore: restore from memory after SIGKILL"
+SIGKILL_ONE_CPU = "shardstore: restore from memory after SIGKILL, one CPU"
+FRESH = "shardstore: restore from disk, cold, fresh process"
+WARMED = "shardstore: restore from disk, cold, warmed slot"
+VERIFY = "shardstore: read and verify from disk, cold, warmed slot"
+
 
 def restarts(table: Table, folder: Path) -> None:
-    """Fill the rows of restarts."""
+    """Fill the rows of restarts. The bare steps are measured in each of the same processes."""
     for run in range(table.runs):
         own = folder / f"restart-{run}"
         name = f"benchmark-{os.getpid()}-{run}"
         call_killed(_save_and_die, own, table.nbytes, name)
         lives = [
-            ("shardstore: restore from memory after SIGKILL", name, 0, False),
-            ("shardstore: restore from memory after SIGKILL, one CPU", name, 1, False),
-            ("shardstore: restore from disk, cold, fresh process", None, 0, False),
-            ("shardstore: restore from disk, cold, warmed slot", None, 0, True),
+            (SIGKILL, name, 0, False),
+            (SIGKILL_ONE_CPU, name, 1, False),
+            (FRESH, None, 0, False),
+            (WARMED, None, 0, True),
         ]
         for row, memory_name, num_cpus, warmed in lives:
-            taken_s, verify_s = call(_restore, own, table.nbytes, memory_name, num_cpus, warmed)
-            table.add(row, taken_s)
+            life = call(_restore, own, table.nbytes, memory_name, num_cpus, warmed)
+            table.add(row, life.taken_s)
             if warmed:
-                table.add("shardstore: read and verify from disk, cold, warmed slot", verify_s)
+                table.add(VERIFY, life.verify_s)
+            if memory_name is None:
+                table.add(READ, life.bare_s)
+                table.add(READ_COPY, life.bare_s + life.copy_s)
+            else:
+                table.add(COPY_ONE_CPU if num_cpus else COPY, life.bare_s)
         call(_forget, own, table.nbytes, name)
         shutil.rmtree(own)
+
+
+class Life(NamedTuple):
+    """Seconds of one process."""
+
+    taken_s: float
+    """The restore."""
+    verify_s: float
+    """Reading and verifying in it."""
+    bare_s: float
+    """The bare read or one-thread copy right after it."""
+    copy_s: float
+    """The bare copy into the state of what was read, with all threads."""
 
 
 def _save_and_die(folder: Path, nbytes: int, name: str) -> None:
@@ -44,10 +76,8 @@ def _save_and_die(folder: Path, nbytes: int, name: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _restore(
-    folder: Path, nbytes: int, name: str | None, num_cpus: int, warmed: bool
-) -> tuple[float, float]:
-    """Seconds of a restore, and of reading and verifying in it. Memory stays for the next life."""
+def _restore(folder: Path, nbytes: int, name: str | None, num_cpus: int, warmed: bool) -> Life:
+    """A restore, then the bare steps. Memory stays for the next life."""
     from shardstore import SnapshotStore
 
     if num_cpus:
@@ -68,7 +98,18 @@ def _restore(
     finally:
         store.close(keep_memory=name is not None)
     assert all(bool((tensor == i).all()) for i, tensor in enumerate(state.values()))
-    return taken_s, report.verify_s
+    if name is not None:
+        copy = {name: tensor.clone() for name, tensor in state.items()}
+        return Life(taken_s, report.verify_s, machine.one_thread_copy_s(state, copy), 0.0)
+    shard = next(folder.glob("*/*.safetensors"))
+    huge = machine.huge_pages(shard.stat().st_size // PAGESIZE * PAGESIZE)
+    read_s = machine.bare_read_s(shard, huge)
+    size = next(iter(state.values())).nbytes
+    read = {
+        name: torch.frombuffer(huge[i * size : (i + 1) * size], dtype=tensor.dtype)
+        for i, (name, tensor) in enumerate(state.items())
+    }
+    return Life(taken_s, report.verify_s, read_s, machine.warm_copy_s(read, state))
 
 
 def _forget(folder: Path, nbytes: int, name: str) -> None:

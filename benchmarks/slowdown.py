@@ -6,7 +6,9 @@ Two kinds of work that a save may disturb: a loop of pure Python, which shares t
 our threads, and a loop of matrix products on all cores, which shares the cores. Each is timed alone,
 then from the return of `save` until its snapshot is durable, then alone again; the speed alone is the
 mean of both sides, so that a machine that drifts does not count as a slow-down. The bare steps of a
-spill in another process, which shares no lock with the loop, show what the machine itself takes.
+spill in another process, which shares no lock with the loop, show what the machine itself takes; the
+same steps on two threads of this process, what any library takes that does them in the interpreter of
+the training: each call that ends there has to wait for its lock, and interrupts the loop to get it.
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ import argparse
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks import machine
 from benchmarks.bare_steps import bare_steps
 from benchmarks.children import call
-from benchmarks.states import large
+from benchmarks.states import NUM_LARGE, large
 from benchmarks.systems import memory_for
 from benchmarks.table import Table
 
@@ -41,6 +46,23 @@ class Pending(Protocol):
 
     def result(self) -> object:
         """Wait for it."""
+
+
+class Behind:
+    """Work on a thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Begin it."""
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Wait for it."""
+        self._thread.join()
 
 
 class PythonLoop:
@@ -101,6 +123,13 @@ def disturb(
     return alone / beside - 1, elapsed_s * (1 - beside / alone)
 
 
+def digest_bare(memory: memoryview) -> None:
+    """A digest of each of as many parts as the state has tensors."""
+    nbytes = len(memory) // NUM_LARGE
+    for start in range(0, len(memory), nbytes):
+        xxhash.xxh3_128_digest(memory[start : start + nbytes])
+
+
 def slowdowns(table: Table, folder: Path) -> None:
     """Fill the rows of slow-down, measured in a process of its own."""
     for loop, system, slower, lost_s in call(_measure, folder, table.nbytes, table.runs):
@@ -134,12 +163,22 @@ def _measure(folder: Path, nbytes: int, runs: int) -> list[tuple[str, str, float
             response: Any = dcp.async_save(dict(state), checkpoint_id=path)  # type: ignore[attr-defined]
             return getattr(response, "upload_completion", response)  # type: ignore[no-any-return]
 
+        huge = machine.huge_pages(nbytes)
+
+        def write_bare() -> None:
+            digests = Behind(lambda: digest_bare(huge))
+            machine.bare_write_s(huge, folder / "slowdown-bare")
+            digests.result()
+            (folder / "slowdown-bare").unlink()
+
         systems: dict[str, Callable[[], Pending]] = {
             "shardstore": save,
             "DCP async_save": dcp_save,
             "bare digest and write, another process": bare.begin,
+            "bare digest and write, this process": lambda: Behind(write_bare),
         }
         loops = (PythonLoop(), TorchLoop())
+        store.warmup(state)
         for begin in systems.values():
             begin().result()
         for run in range(2 * runs):

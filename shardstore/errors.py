@@ -23,9 +23,23 @@ cross process borders (test harnesses, launchers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 _MAX_SHOWN: Final = 60
+
+
+def without_frames(error: E) -> E:
+    """Let go of the frames that an error and its causes passed: for those that are kept.
+
+    They hold all local variables of their callers, and so the state that was to be saved or restored.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def shown(value: object) -> str:

@@ -406,6 +406,7 @@ class SnapshotStore:
         self._state = "closed"
         try:
             self._guard.close()
+            self._stager.close()
             error = self._leaver.close(keep_memory=keep_memory)
         except BaseException:  # an interrupt: own seals and spills go on behind
             self._leaver.abandon()
@@ -417,6 +418,7 @@ class SnapshotStore:
         if self._state != "closed":
             self._state, self._why_closed = "closed", why
             self._guard.close()
+            self._stager.close()
             self._leaver.abandon()
 
     def take_leave(self, why: str) -> None:

@@ -7,6 +7,7 @@ own waiting.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -78,6 +79,13 @@ def _settle(future: Future[Any], value: object) -> None:
         pass  # `_fail` was faster, on the thread that leaves
 
 
+def _copied(error: CoordinationError) -> CoordinationError:
+    """One for each future: whoever raises it adds the frames that it passes."""
+    own = copy.copy(error)
+    own.__cause__ = error.__cause__
+    return own
+
+
 class StoreOwner:
     """Runs queued calls in order and polls watches, with back-off from 1 to 50 ms."""
 
@@ -100,7 +108,7 @@ class StoreOwner:
         future: Future[T] = Future()
         with self._wake:
             if self._ended is not None:
-                future.set_exception(self._ended)
+                future.set_exception(_copied(self._ended))
             else:
                 self._calls.append((function, future))
                 self._wake.notify()
@@ -113,7 +121,7 @@ class StoreOwner:
         future: Future[list[bytes] | Stopped] = Future()
         with self._wake:
             if self._ended is not None:
-                future.set_exception(self._ended)
+                future.set_exception(_copied(self._ended))
             else:
                 self._watches.append(Watch(keys, stop, future, every_s))
                 self._wake.notify()
@@ -152,7 +160,7 @@ class StoreOwner:
         for future in futures:
             try:
                 if not future.done() and future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+                    future.set_exception(_copied(error))
             except (InvalidStateError, RuntimeError):
                 pass  # the owner's thread was faster
 

@@ -60,6 +60,7 @@ def open_memory(
         budget_bytes=budget,
         has_outer=has_outer,
         ops=ops,
+        num_local_ranks=num_local_ranks,
         budget_from=budget_from,
     )
     return memory, adopted

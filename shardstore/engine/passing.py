@@ -19,7 +19,7 @@ from shardstore.tiers.transfer import Ring
 class PassingShard(Mapping[int, torch.Tensor]):
     """Tensors of one file, each read when it is asked for; and the file as a stream.
 
-    Every read verifies what it reads. Nothing is kept, so host memory is the ring's 48 MiB, plus a
+    Every read verifies what it reads. Nothing is kept, so host memory is the ring's 64 MiB, plus a
     tensor as long as somebody holds it.
     """
 

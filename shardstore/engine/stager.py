@@ -188,6 +188,10 @@ class Stager:
             save.broken = failure_of(error, self._session.rank)
         self._ops.point("staged")
 
+    def close(self) -> None:
+        """Give buffers back; nothing is staged any more."""
+        self._streamer.close()
+
     def warm_up(self, state: Mapping[str, object]) -> None:
         """Get memory for saves of `state` now, and wait for it."""
         session = self._session

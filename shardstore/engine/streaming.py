@@ -23,7 +23,7 @@ from shardstore.state.portions import PortionReader
 from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.limits import buffer_bytes
-from shardstore.tiers.transfer import private_pages
+from shardstore.tiers.pages import private_pages
 
 BUFFER_BYTES: Final = 64 << 20
 _NUM_BUFFERS: Final = 2
@@ -108,8 +108,14 @@ class Streamer:
         self._session.coordinator.progress(len(part))
         work.advance(len(part))
 
+    def close(self) -> None:
+        """Give the buffers back: the store that is closed may be kept for long, or be part of a cycle."""
+        self._buffers = []
+
     def _reserved(self) -> list[memoryview]:
         if not self._buffers:
-            nbytes = buffer_bytes(BUFFER_BYTES, self._ops)
+            nbytes = buffer_bytes(
+                BUFFER_BYTES, self._ops, num_local_ranks=len(self._session.local_ranks)
+            )
             self._buffers = [private_pages(nbytes) for _ in range(_NUM_BUFFERS)]
         return self._buffers

@@ -187,7 +187,10 @@ def _map_existing(path: str, ops: FileOps) -> Slot | None:
         os.close(fd)
         ops.unlink(path)
         return None
-    return map_slot(fd, found.st_size, path)
+    try:
+        return map_slot(fd, found.st_size, path)
+    finally:
+        os.close(fd)
 
 
 def free_absent_ranks(folder: str, *, local_ranks: Iterable[int], ops: FileOps) -> int:

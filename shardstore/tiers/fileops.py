@@ -6,9 +6,8 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from mmap import mmap
 from typing import Final, NoReturn
 
 from shardstore.errors import TierError, TierFullError
@@ -80,6 +79,15 @@ class FileOps:
         """Reserve blocks, so that a full file system says ENOSPC here and not by a signal later."""
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
+
+    def set_size(self, fd: int, nbytes: int) -> None:
+        """Make a new file `nbytes` long, without memory or blocks."""
+        os.ftruncate(fd, nbytes)
+
+    def begin_pages(self, fd: int, offsets: Iterable[int]) -> None:
+        """Give a new file's pages at `offsets` memory, of zeros."""
+        for offset in offsets:
+            os.pwrite(fd, b"\0", offset)
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         """Write all of `data`, whatever the kernel's appetite per call."""
@@ -168,9 +176,9 @@ class FileOps:
         """Whether files in this folder are memory (tmpfs or ramfs); assumed where nobody can say."""
         return _file_system_type(path) in (None, *_MEMORY_TYPES)
 
-    def store(self, mapping: mmap, offset: int, data: bytes) -> None:
+    def store(self, slot: memoryview, offset: int, data: bytes) -> None:
         """Write bytes into a mapped slot."""
-        mapping[offset : offset + len(data)] = data
+        slot[offset : offset + len(data)] = data
 
 
 _current = FileOps()
@@ -190,12 +198,6 @@ def use_ops(ops: FileOps) -> Iterator[FileOps]:
         yield ops
     finally:
         _current = before
-
-
-def touch_pages(mapping: mmap, nbytes: int) -> None:
-    """Give every page of a fresh mapping its memory, with the GIL released; contents become zero."""
-    pointer = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    ctypes.memset(pointer, 0, nbytes)
 
 
 @contextmanager

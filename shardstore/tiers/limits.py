@@ -115,24 +115,30 @@ def measured_budget(room: Room, *, num_local_ranks: int) -> int:
     return max(0, room.nbytes) // 2 // max(1, num_local_ranks)
 
 
-def check_room(nbytes: int, where: str, ops: FileOps) -> None:
+def check_room(nbytes: int, where: str, ops: FileOps, *, spare_bytes: int = SPARE_BYTES) -> None:
     """Refuse memory that would end the process: what arithmetic can foresee must not be left to the kernel.
 
+    Args:
+        nbytes: More memory that is wanted.
+        where: For what.
+        ops: System calls.
+        spare_bytes: Left alone for what this rank and others under the same limits may take meanwhile.
+
     Raises:
-        TierFullError: `nbytes` more would leave less than `SPARE_BYTES` under some limit.
+        TierFullError: It would leave less than `spare_bytes` under some limit.
     """
     room = tightest_room(None, ops, with_swap=True)
-    if room.where and room.remedy and nbytes + SPARE_BYTES > room.nbytes:
+    if room.where and room.remedy and nbytes + spare_bytes > room.nbytes:
         raise TierFullError(
             f"memory: {nbytes:,} bytes more for {where} could end the process: {room.nbytes:,} bytes are "
-            f"left under {room.where}, of which {SPARE_BYTES:,} are spared. {room.remedy}",
+            f"left under {room.where}, of which {spare_bytes:,} are spared. {room.remedy}",
             tier="memory", key=where, operation="reserve",
-            needed_bytes=nbytes, free_bytes=max(0, room.nbytes - SPARE_BYTES),
+            needed_bytes=nbytes, free_bytes=max(0, room.nbytes - spare_bytes),
         )  # fmt: skip
 
 
-def buffer_bytes(most: int, ops: FileOps) -> int:
-    """Size of a transfer buffer: `most`, or an eighth of what the limits leave, in MiB."""
+def buffer_bytes(most: int, ops: FileOps, *, num_local_ranks: int) -> int:
+    """Size of a transfer buffer: `most`, or an eighth of a rank's part of what the limits leave, in MiB."""
     room = tightest_room(None, ops, with_swap=True)
-    eighth = room.nbytes // 8 >> 20 << 20 if room.remedy else most
+    eighth = room.nbytes // (8 * num_local_ranks) >> 20 << 20 if room.remedy else most
     return max(1 << 20, min(most, eighth))

@@ -40,6 +40,7 @@ class MemoryTier:
         has_outer: bool,
         ops: FileOps,
         budget_from: str = "",
+        num_local_ranks: int = 1,
     ) -> None:
         """Own no slot yet.
 
@@ -52,13 +53,16 @@ class MemoryTier:
                 anonymous memory, which ends with the process.
             ops: System calls.
             budget_from: How a measured budget came about, for messages.
+            num_local_ranks: Ranks of this host, which share its limits.
         """
         self.rank = rank
         self.budget_bytes = budget_bytes
         self.budget_from = budget_from
         self._facts = Facts(owner, has_outer)
         self._ops = ops
-        self._pool = SlotPool(folder, rank=rank, owner=owner, ops=ops)
+        self._pool = SlotPool(
+            folder, rank=rank, owner=owner, ops=ops, num_local_ranks=num_local_ranks
+        )
         self._slots = self._pool.slots
         self._changed = self._pool.changed
         self.ask_spill: Callable[[SnapshotId], None] | None = None

@@ -20,9 +20,13 @@ _LOG: Final = logging.getLogger("shardstore")
 class SlotPool:
     """Slots, in use and free. Everything is called, and `slots` is read, with `changed` held."""
 
-    def __init__(self, folder: str | None, *, rank: int, owner: str, ops: FileOps) -> None:
+    def __init__(
+        self, folder: str | None, *, rank: int, owner: str, ops: FileOps, num_local_ranks: int
+    ) -> None:
         """Own no slot yet; see `MemoryTier`."""
-        self.files = SlotFiles(folder, rank=rank, owner=owner, ops=ops)
+        self.files = SlotFiles(
+            folder, rank=rank, owner=owner, ops=ops, num_local_ranks=num_local_ranks
+        )
         self.slots: list[Slot] = []
         self.changed = threading.Condition()
         """Told whenever a slot may have become free."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from shardstore.tiers.fileops import touch_pages
+from shardstore.tiers.pages import populate
 from shardstore.tiers.slotfiles import SlotFiles
 from shardstore.tiers.slots import Slot
 
@@ -48,12 +48,12 @@ class Preparer:
             if self._stopped:
                 break
             try:
-                slot = self._files.allocate(nbytes)
+                slot = self._files.allocate(nbytes, patient=True)
             except OSError:
                 break
             if slot is None:
                 break
-            touch_pages(slot.mapping, nbytes)
+            populate(slot.view)
             with self._changed:
                 self._slots.append(slot)
                 self.promised_bytes -= nbytes

@@ -6,25 +6,33 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Final
 
-from shardstore.errors import TierFullError
+from shardstore.errors import TierFullError, without_frames
 from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import SnapshotId
+from shardstore.tiers import pages
 from shardstore.tiers.fileops import FileOps, translated
-from shardstore.tiers.limits import TMPFS_REMEDY, check_room
+from shardstore.tiers.limits import SPARE_BYTES, TMPFS_REMEDY, check_room
 from shardstore.tiers.slots import Slot, erase_header, map_slot
 
 _LOG: Final = logging.getLogger("shardstore")
-_STEP_BYTES: Final = 256 << 20
+_STEP_BYTES: Final = 64 << 20
 """How much is reserved between two looks at the limits, which other ranks share."""
+_TRY_BYTES: Final = 16 << 20
+_HURRIED_SPEED: Final = 1.0e9
+"""Bytes per second: small pages come as fast."""
+_PATIENT_SPEED: Final = 0.2e9
 
 
 class SlotFiles:
     """Files of one rank in a tmpfs folder, or anonymous memory. The caller serialises the calls."""
 
-    def __init__(self, folder: str | None, *, rank: int, owner: str, ops: FileOps) -> None:
+    def __init__(
+        self, folder: str | None, *, rank: int, owner: str, ops: FileOps, num_local_ranks: int = 1
+    ) -> None:
         """See MemoryTier."""
         self.folder = folder
         self.rank = rank
@@ -35,12 +43,17 @@ class SlotFiles:
         """Why memory could not be had the last time."""
         self._ops = ops
         self._serial = itertools.count()
+        # Each rank of the host may be between two looks, as this one is, and has buffers of its own.
+        self._spare_bytes = num_local_ranks * SPARE_BYTES + (num_local_ranks - 1) * _STEP_BYTES
 
-    def allocate(self, nbytes: int) -> Slot | None:
-        """New memory on the tmpfs, or anonymous without one; None when there is none to be had."""
+    def allocate(self, nbytes: int, *, patient: bool = False) -> Slot | None:
+        """New memory on the tmpfs, or anonymous without one; None when there is none to be had.
+
+        Nobody waits for it if `patient`: then huge pages may take longer to get than small ones.
+        """
         if self.folder is None:
             try:
-                return self.allocate_anonymous(nbytes)
+                return self.allocate_anonymous(nbytes, patient=patient)
             except TierFullError as error:
                 self._tell_full(error)
                 return None
@@ -48,24 +61,64 @@ class SlotFiles:
         try:
             with translated("memory", "reserve", path, needed_bytes=nbytes):
                 os.makedirs(self.folder, 0o700, exist_ok=True)  # somebody may have cleaned up
+                self._check_room(nbytes, path)
                 fd = self._ops.open_new(path, 0o600)
                 try:
-                    self._fill(fd, nbytes, path)
+                    slot = self._filled(fd, nbytes, path, patient=patient)
                 except BaseException:
-                    os.close(fd)
                     self._ops.unlink(path)
                     raise
+                finally:
+                    os.close(fd)
         except TierFullError as error:
             self._tell_full(error)
             return None
         self.refusal = None
-        return map_slot(fd, nbytes, path)
+        return slot
 
-    def _fill(self, fd: int, nbytes: int, where: str) -> None:
-        """Reserve all memory of a new file, unless a limit forbids it by then."""
-        for start in range(0, nbytes, _STEP_BYTES):
-            check_room(nbytes - start, where, self._ops)
-            self._ops.allocate(fd, min(_STEP_BYTES, nbytes - start), start)
+    def _check_room(self, nbytes: int, where: str) -> None:
+        check_room(nbytes, where, self._ops, spare_bytes=self._spare_bytes)
+
+    def _filled(self, fd: int, nbytes: int, path: str | None, *, patient: bool) -> Slot:
+        """Map a new file and give it all its memory, unless a limit forbids that by then."""
+        self._ops.set_size(fd, nbytes)
+        slot = map_slot(fd, nbytes, path)
+        try:
+            least_speed, can_be_huge = _PATIENT_SPEED if patient else _HURRIED_SPEED, True
+            for start in range(0, nbytes, _STEP_BYTES):
+                stop = min(start + _STEP_BYTES, nbytes)
+                if start:
+                    self._check_room(nbytes - start, slot.source)
+                if can_be_huge:
+                    can_be_huge = self._fill_huge(fd, slot.view, start, stop, least_speed)
+                # What is not there yet; a full tmpfs says so here, and not by a signal later.
+                self._ops.allocate(fd, stop - start, start)
+        except BaseException:
+            slot.unmap()
+            raise
+        return slot
+
+    def _fill_huge(
+        self, fd: int, view: memoryview, start: int, stop: int, least_speed: float
+    ) -> bool:
+        """Take the memory of [start, stop) in huge pages; False if not all of it could be had so.
+
+        Where they come slowly (the host of a virtual machine has to find them first), that ends early.
+        """
+        huge = pages.huge_page_bytes()
+        first, last = -(-start // huge) * huge, stop // huge * huge
+        for begin in range(first, last, max(huge, _TRY_BYTES)):
+            end = min(begin + max(huge, _TRY_BYTES), last)
+            started = time.perf_counter()
+            try:
+                self._ops.begin_pages(fd, range(begin, end, huge))
+            except OSError:
+                return False
+            if not pages.collapse(view, begin, end):
+                return False
+            if end - begin < least_speed * (time.perf_counter() - started):
+                return False
+        return True
 
     @property
     def is_limited(self) -> bool:
@@ -73,7 +126,7 @@ class SlotFiles:
         return self.refusal is not None and self.refusal.__cause__ is None
 
     def _tell_full(self, error: TierFullError) -> None:
-        self.refusal = error
+        self.refusal = without_frames(error)
         if self.is_full:
             return
         self.is_full = True
@@ -90,16 +143,15 @@ class SlotFiles:
             self.rank, self.folder, f"{error.needed_bytes:,}", f"{error.free_bytes:,}", TMPFS_REMEDY,
         )  # fmt: skip
 
-    def allocate_anonymous(self, nbytes: int) -> Slot:
+    def allocate_anonymous(self, nbytes: int, *, patient: bool = False) -> Slot:
         """New memory without a name: it ends with the process."""
         with translated("memory", "reserve", "anonymous memory", needed_bytes=nbytes):
+            self._check_room(nbytes, "anonymous memory")
             fd = os.memfd_create("shardstore", os.MFD_CLOEXEC)
             try:
-                self._fill(fd, nbytes, "anonymous memory")
-            except BaseException:
+                return self._filled(fd, nbytes, None, patient=patient)
+            finally:
                 os.close(fd)
-                raise
-        return map_slot(fd, nbytes, None)
 
     def _free_name(self, folder: str) -> str:
         serial, token = next(self._serial), secrets.token_hex(3)

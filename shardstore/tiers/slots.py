@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +12,7 @@ from shardstore.errors import CorruptSnapshotError
 from shardstore.format.records import ShardHeader, SnapshotId
 from shardstore.format.shardfile import header_length, is_header_whole, parse_header
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.pages import map_file
 from shardstore.tiers.transfer import Place
 
 _LENGTH_BYTES: Final = 8
@@ -27,7 +27,9 @@ class Slot:
 
     nbytes: int
     mapping: mmap.mmap
+    """Owns the addresses of `view`."""
     view: memoryview
+    """The whole file."""
     path: str | None
     """Current name on the tmpfs; None for anonymous memory."""
     state: Literal["free", "staging", "sealed"] = "free"
@@ -61,14 +63,9 @@ class Slot:
 
 
 def map_slot(fd: int, nbytes: int, path: str | None) -> Slot:
-    """Map an allocated file of `nbytes`; takes over `fd` (the mapping keeps its own descriptor)."""
-    try:
-        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
-    # A forked loader worker must not copy page tables of tens of GiB, nor keep the pages alive.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return Slot(nbytes, mapping, memoryview(mapping), path)
+    """Map a file of `nbytes`."""
+    mapping, view = map_file(fd, nbytes)
+    return Slot(nbytes, mapping, view, path)
 
 
 def read_slot_header(view: memoryview, source: str) -> tuple[ShardHeader, str]:
@@ -103,13 +100,13 @@ def check_slot_header(view: memoryview, source: str) -> None:
 
 def write_header(ops: FileOps, slot: Slot, header: bytes) -> None:
     """Complete the file in `slot`: header text first, its length (which makes it readable) last."""
-    ops.store(slot.mapping, _LENGTH_BYTES, header[_LENGTH_BYTES:])
-    ops.store(slot.mapping, 0, header[:_LENGTH_BYTES])
+    ops.store(slot.view, _LENGTH_BYTES, header[_LENGTH_BYTES:])
+    ops.store(slot.view, 0, header[:_LENGTH_BYTES])
 
 
 def erase_header(ops: FileOps, slot: Slot) -> None:
     """Make the file in `slot` unreadable, before anything else is written into it."""
-    ops.store(slot.mapping, 0, bytes(_LENGTH_BYTES))
+    ops.store(slot.view, 0, bytes(_LENGTH_BYTES))
 
 
 class SlotReader:

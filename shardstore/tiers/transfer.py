@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Final, TypeAlias
 
 from shardstore.tiers.fileops import CHUNK_BYTES, FileOps
+from shardstore.tiers.pages import private_pages
 
 PAGE_BYTES: Final = 4096
 """Alignment that direct transfers are cut to: offset, length, and (a slot's) memory."""
 _WINDOW_CHUNKS: Final = 8
-_NUM_READS_AHEAD: Final = 2
+_NUM_READS_AHEAD: Final = 3
 MAX_PLACES: Final = _NUM_READS_AHEAD + 1
 
 
@@ -88,7 +88,7 @@ def read_ahead(
     place: Place,
     arrived: Callable[[memoryview, int], None],
 ) -> int:
-    """Read [start, stop) of a file in chunks, two chunks ahead of `arrived`.
+    """Read [start, stop) of a file in chunks, some chunks ahead of `arrived`.
 
     Args:
         ops: System calls.
@@ -156,16 +156,6 @@ def _in_order(
             yield begin, data
             if len(data) < min(CHUNK_BYTES, stop - begin):
                 break
-
-
-def private_pages(nbytes: int) -> memoryview:
-    """Page-aligned memory for transfers, which forked children do not get.
-
-    A fork during a direct transfer could otherwise leave the bytes with the child (open(2), O_DIRECT).
-    """
-    pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    pages.madvise(MADV_DONTFORK)
-    return memoryview(pages)
 
 
 class Ring:

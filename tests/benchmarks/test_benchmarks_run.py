@@ -112,3 +112,10 @@ def test_a_short_run_prints_the_ways_to_write_and_read() -> None:
     printed = run_module("disk_paths", "--mib", "32", "--runs", "1")
     assert "write: O_DIRECT, 64 MiB a call" in printed
     assert "read: map and copy" in printed
+
+
+@pytest.mark.slow
+def test_a_short_run_compares_small_pages_with_huge_ones() -> None:
+    printed = run_module("huge_pages", "--mib", "32", "--runs", "1")
+    for row in ("get memory", "copy into it", "digest", "write directly", "pure Python slowed"):
+        assert row in printed

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from mmap import mmap
 from typing import Any
 
 from shardstore.tiers.fileops import FileOps
@@ -50,6 +49,10 @@ class WatchedOps(FileOps):
         self._hit("allocate")
         super().allocate(fd, nbytes, offset)
 
+    def set_size(self, fd: int, nbytes: int) -> None:
+        self._hit("set_size")
+        super().set_size(fd, nbytes)
+
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         self._hit("write_at")
         super().write_at(fd, data, offset)
@@ -78,9 +81,9 @@ class WatchedOps(FileOps):
         self._hit("remove_folder", path)
         super().remove_folder(path)
 
-    def store(self, mapping: mmap, offset: int, data: bytes) -> None:
+    def store(self, slot: memoryview, offset: int, data: bytes) -> None:
         self._hit("store", str(offset))
-        super().store(mapping, offset, data)
+        super().store(slot, offset, data)
 
 
 def kill_at(number: int, pids: Sequence[int]) -> Action:

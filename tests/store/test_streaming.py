@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import subprocess
 import sys
@@ -326,3 +327,25 @@ def test_while_the_writer_is_held_saves_are_fast_until_memory_is_full_and_then_d
             assert set(state["w"].tolist()) == {step}
         store.save(state, step=9).wait(30)
         store.take_leave("the test ends")
+
+
+def test_a_closed_store_keeps_no_buffers(disk_folder: Path) -> None:
+    def anonymous() -> int:
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+
+    state = {"w": torch.ones(48 << 20, dtype=torch.float32)}
+    closed = []
+    gc.disable()
+    try:
+        before = anonymous()
+        for run in range(3):
+            with SnapshotStore(disk_folder / "root", memory=0) as store:
+                store.save(state, step=run)
+                assert store.stats().num_streamed == 1
+            closed.append(store)
+            del store
+        assert anonymous() - before < 32 << 20, (
+            "two buffers of 64 MiB for each store that was closed"
+        )
+    finally:
+        gc.enable()

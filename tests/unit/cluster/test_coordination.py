@@ -10,6 +10,7 @@ import pytest
 
 from shardstore.cluster.coordination import Coordinator, Stopped
 from shardstore.cluster.kv import LocalKeyValueStore
+from shardstore.cluster.owner import StoreOwner
 from shardstore.errors import CoordinationError, CoordinationTimeoutError
 from tests.unit.cluster.threads import FrozenStore, coordinators, on_all
 
@@ -170,3 +171,13 @@ def test_waiting_for_many_ranks_is_linear_in_ranks() -> None:
     assert answer == b"4096"
     assert store.gets < 2 * world_size
     _end([rank])
+
+
+def test_who_hears_of_an_end_gets_an_error_of_its_own() -> None:
+    """One for all would collect the frames, and so the state, of everybody who raises it."""
+    owner = StoreOwner(LocalKeyValueStore(), 0)
+    owner.end("this rank has left the store")
+    first, second = (owner.call(lambda _: None).exception() for _ in range(2))
+    assert first is not second
+    assert str(first) == str(second)
+    assert "this rank has left the store" in str(first)
