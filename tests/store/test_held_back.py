@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,4 +98,52 @@ def test_a_save_behind_a_held_writer_copies_and_returns(folder: str) -> None:
     assert store.stats().num_skipped == 0
     assert all(not handle.settled.is_set() for handle in store._pipeline.pending)
     go.set()
+    store.close()
+
+
+@pytest.mark.slow
+def test_a_save_behind_a_writer_held_for_10_s_takes_as_long_as_a_copy(
+    disk_folder: Path, folder: str
+) -> None:
+    """Until the budget is full; then `save` waits for the writer. Limits are wide: 10 s are 100 copies."""
+    go = threading.Event()
+
+    class Ops(FileOps):
+        def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+            if len(data) > MIB:
+                assert go.wait(60)
+            super().write_at(fd, data, offset)
+
+    state = {f"w{i}": torch.zeros(4 * MIB) for i in range(16)}
+    copy = {name: tensor.clone() for name, tensor in state.items()}
+    with use_ops(Ops()):
+        store = SnapshotStore(
+            disk_folder / "root", memory=3 * (257 * MIB), memory_dir=folder, timeout_s=60.0
+        )
+    store.warmup(state)
+    timer = threading.Timer(10.0, go.set)
+    timer.start()
+    saves_s, copies_s = [], []
+    for step in range(3):
+        store._session.memory.wait_prepared(30.0)
+        for tensor in state.values():
+            tensor.fill_(step)
+        started = time.perf_counter()
+        warm = [copy[name].copy_(tensor) for name, tensor in state.items()]
+        copies_s.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        store.save(state, step=step)
+        saves_s.append(time.perf_counter() - started)
+        assert len(warm) == 16
+    print("save / bare copy:", *(f"{s / c:.2f}" for s, c in zip(saves_s, copies_s, strict=True)))
+    assert not go.is_set(), "the writer was still held"
+    assert min(s / c for s, c in zip(saves_s, copies_s, strict=True)) < 3
+    assert max(saves_s) < 3
+    store.save(state, step=3)
+    assert go.is_set(), "the budget was full: it waited"
+    timer.join()
+    store.drain()
+    for step in range(3):
+        store.restore(state, step=step)
+        assert all(bool((tensor == step).all()) for tensor in state.values())
     store.close()
