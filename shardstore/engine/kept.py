@@ -51,9 +51,8 @@ class KeptSnapshots:
         """No thread runs before the first question."""
         self._session = session
         self._ops = ops
-        self._lock = (
-            threading.RLock()
-        )  # a question that is there already is heard while listening begins
+        # Re-entrant: a question that is there already is heard while listening begins.
+        self._lock = threading.RLock()
         self._next = 0
         self._wanted: list[SnapshotId] = []
         self._heard: Future[Any] | None = None
