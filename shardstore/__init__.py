@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from shardstore.engine.guard import PreemptionGuard
     from shardstore.engine.handle import SaveTimings, Snapshot
     from shardstore.engine.listing import SnapshotInfo, list_snapshots
     from shardstore.engine.progress import Progress
@@ -42,6 +43,7 @@ _HOME: Final = {
     "FormatError": "errors",
     "FormatVersionError": "errors",
     "PhaseStats": "engine.stats",
+    "PreemptionGuard": "engine.guard",
     "Progress": "engine.progress",
     "RNGState": "state.rng",
     "RestoreReport": "engine.report",
@@ -68,6 +70,7 @@ __all__ = [
     "FormatError",
     "FormatVersionError",
     "PhaseStats",
+    "PreemptionGuard",
     "Progress",
     "RNGState",
     "RestoreReport",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
+from shardstore.cluster.preemption import check_signals
 from shardstore.engine import registry
-from shardstore.engine.arguments import check_flag, check_patience
+from shardstore.engine.arguments import check_flag, check_patience, check_timeout
 from shardstore.engine.deleting import delete_step
 from shardstore.engine.failures import Failures
+from shardstore.engine.flush import Flusher
+from shardstore.engine.guard import PreemptionGuard
 from shardstore.engine.handle import Snapshot
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.leaving import Leaver
@@ -110,6 +114,8 @@ class SnapshotStore:
         self._why_closed = "it was closed"
         self._count = 0
         self._round = 0
+        self._num_flushes = 0
+        self._guards: list[PreemptionGuard] = []
         ops = current_ops()
         self._pid = os.getpid()
         registry.take_over(self._options.memory_dir, self._options.name)
@@ -121,8 +127,9 @@ class SnapshotStore:
         self._stager = Stager(self._session, ops, on_full=on_full, number=self._pipeline.number)
         self._guard = StepGuard(self._options.timeout_s)
         self._restorer: Restorer | None = None
+        self._flusher = Flusher(self._session, self._pipeline, kept, ops)
         self._leaver = Leaver(
-            self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
+            self._session, self._pipeline, self._failures, self._flusher, self._gone
         )
         registry.register(self, self._options.memory_dir, self._options.name)
 
@@ -205,6 +212,8 @@ class SnapshotStore:
         self._pipeline.submit(save)
         if not is_late:
             report_staged(self._session, save)
+        if self._session.is_stopping:  # on all ranks alike: there will hardly be another save
+            self._flusher.start(f"flush/save-{self._count}", self._session.in_time(float("inf")))
         earlier = self._failures.due_at(self._count)
         if earlier is not None:
             self._guard.wait()  # the caller gets no handle to wait with
@@ -386,16 +395,72 @@ class SnapshotStore:
         timeout_s = check_patience(timeout_s)
         if not self._leaver.wait_outcomes(timeout_s):
             steps = ", ".join(str(save.step) for save in self._pipeline.pending)
+            when = "in the grace period" if self._session.is_ending else f"after {timeout_s} s"
             raise CoordinationTimeoutError(
-                f"steps {steps} are not committed after {timeout_s} s; they still may be",
+                f"steps {steps} are not committed {when}; they still may be",
                 phase="drain",
             )
         error = self._failures.rest()
         if error is not None:
             raise error
 
+    def flush(self, timeout_s: float = 20.0) -> SnapshotInfo | None:
+        """Have the newest snapshot that all ranks have safe in the outermost tier soon, before older ones.
+
+        All ranks, at about the same time; no collective. It never raises for what does not work in time: what
+        it leaves undone goes on behind, and is told by the save itself.
+
+        Args:
+            timeout_s: How long it may take, in seconds.
+
+        Returns:
+            The snapshot that is safe now, as this rank knows it; None if there was none, or no time.
+
+        Raises:
+            ValueError: `timeout_s` is no time in seconds.
+        """
+        self._check_usable("flush")
+        seconds = check_timeout(timeout_s, what="timeout_s")
+        self._num_flushes += 1
+        return self._flusher.run(f"flush/{self._num_flushes}", self._session.in_time(seconds))
+
+    def guard_preemption(
+        self,
+        *,
+        grace_s: float = 25.0,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+    ) -> PreemptionGuard:
+        """Be ready for the scheduler's signal: `with store.guard_preemption() as guard`. All ranks.
+
+        Inside the `with` a signal to any rank makes all ranks flush the newest snapshot that all have, in the
+        background and whatever their main threads are doing, and `guard.should_stop(step)` true on all of
+        them at the same step. What handled the signal before is called as well, if it is a Python
+        function, and is back after the `with`, or after `close` once a signal has come. Workers
+        that multiprocessing forks meanwhile hold such a signal back. docs/preemption.md says what to set where.
+
+        Args:
+            grace_s: Seconds from the signal to the kill: 25 for torchrun, which waits 30.
+            signals: What the scheduler sends.
+
+        Raises:
+            ValueError: An argument is off.
+        """
+        self._check_open("guard_preemption")
+        guard = PreemptionGuard(
+            self._session,
+            self._flusher,
+            name=f"preempt/{len(self._guards)}",
+            grace_s=check_timeout(grace_s, what="grace_s"),
+            signals=check_signals(signals),
+        )
+        self._guards.append(guard)
+        return guard
+
     def close(self, *, keep_memory: bool = False) -> None:
         """Drain, then free this rank's memory if all ranks closed cleanly. Closing twice is fine.
+
+        After a signal to a `guard_preemption`: flush the newest, drain until the grace period is nearly over,
+        and keep memory.
 
         Raises:
             SaveFailedError: A save failed and was not raised yet; the store is closed all the same.
@@ -411,8 +476,17 @@ class SnapshotStore:
         except BaseException:  # an interrupt: own seals and spills go on behind
             self._leaver.abandon()
             raise
+        self._release_signals()
         if error is not None:
             raise error
+
+    def _gone(self) -> None:
+        registry.unregister(self)
+        self._release_signals()
+
+    def _release_signals(self) -> None:
+        for guard in self._guards:
+            guard.release()
 
     def _abandon(self, why: str) -> None:
         if self._state != "closed":
@@ -425,6 +499,7 @@ class SnapshotStore:
         """Stop taking calls, finish own spills, wait for no rank, keep memory (for the registry)."""
         self._abandon(why)
         self._leaver.join()
+        self._release_signals()
 
     def leave_at_exit(self) -> None:
         """The interpreter ends: finish what is this rank's own (for the registry)."""

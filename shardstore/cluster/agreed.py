@@ -8,6 +8,7 @@ behind the latest of them; frozen ranks wait for it before they answer later cal
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,7 +37,13 @@ class AgreedPoint:
     """
 
     def __init__(
-        self, coordinator: Coordinator, name: str, *, reached: int | None, timeout_s: float
+        self,
+        coordinator: Coordinator,
+        name: str,
+        *,
+        reached: int | None,
+        timeout_s: float | Callable[[], float],
+        what: str = "where to raise",
     ) -> None:
         """Unfrozen.
 
@@ -44,28 +51,39 @@ class AgreedPoint:
             coordinator: Of this rank.
             name: Used once; equal on all ranks.
             reached: Number of the last call that began already; None: none did.
-            timeout_s: Longest wait for the point; then "no point" is proposed.
+            timeout_s: Longest wait for the point; then "no point" is proposed. A function is asked when
+                the wait begins, and the ranks' progress does not prolong that.
+            what: What is agreed on, for messages.
         """
         self._coordinator = coordinator
         self._name = name
         self._timeout_s = timeout_s
+        self._what = what
         self._lock = threading.Lock()
         self._reached = reached
         self._frozen = False
+        self._is_deciding = False
         self._point: _Point | None = None
 
     def signal(self, *, flag: bool = False) -> None:
         """This rank has heard of the event. `flag` is a fact that `all_flagged` combines."""
+        self.freeze(flag=flag)
+        with self._lock:
+            must_decide = self._coordinator.rank == 0 and not self._is_deciding
+            self._is_deciding = True
+        if must_decide:
+            ranks = range(self._coordinator.world_size)
+            heard = self._coordinator.watch([f"{self._name}/reached/{rank}" for rank in ranks])
+            heard.add_done_callback(self._decide)
+
+    def freeze(self, *, flag: bool = False) -> None:
+        """Answer no further call before the point is known; this rank's last one is told to the others."""
         with self._lock:
             if self._frozen:
                 return
             self._frozen = True
             mine = msgspec.json.encode(_Reached(self._reached, flag))
             self._coordinator.post(f"{self._name}/reached/{self._coordinator.rank}", mine)
-        if self._coordinator.rank == 0:
-            ranks = range(self._coordinator.world_size)
-            heard = self._coordinator.watch([f"{self._name}/reached/{rank}" for rank in ranks])
-            heard.add_done_callback(self._decide)
 
     def _decide(self, heard: Future[Any]) -> None:
         """On rank 0's owner thread: the point is behind the latest call of any rank."""
@@ -102,16 +120,22 @@ class AgreedPoint:
 
     def _ask(self) -> _Point:
         key = f"{self._name}/point"
+        is_total = callable(self._timeout_s)
+        timeout_s = self._timeout_s() if callable(self._timeout_s) else self._timeout_s
         try:
             values = self._coordinator.wait(
-                [key], phase="agreeing on where to raise", ranks=[0], timeout_s=self._timeout_s
+                [key],
+                phase=f"agreeing on {self._what}",
+                ranks=[0],
+                timeout_s=timeout_s,
+                is_total=is_total,
             )
             assert not isinstance(values, Stopped)
             stored = values[0]
         except CoordinationError:
             nothing = msgspec.json.encode(_Point(None, all_flagged=False))
             try:
-                stored = self._coordinator.propose(key, nothing)
+                stored = self._coordinator.propose(key, nothing, is_hurried=is_total)
             except CoordinationError:
                 return _Point(None, all_flagged=False)
         return msgspec.json.decode(stored, type=_Point)

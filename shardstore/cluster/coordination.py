@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _REPLY_S: Final = 5.0
 """How long the store's host may take to answer one small call before it counts as unreachable."""
+_HURRIED_S: Final = 1.0
+"""The same in a grace period."""
 _SLACK: Final = 1.25
 """Others wait this much longer than rank 0, which knows best who is missing."""
 _MAX_NAMED: Final = 16
@@ -89,13 +91,19 @@ class Coordinator:
         """Store a value; does not wait. Calls of one rank take effect in order."""
         self._owner.call(lambda store: store.set(key, value))
 
-    def propose(self, key: str, value: bytes) -> bytes:
+    def propose(self, key: str, value: bytes, *, is_hurried: bool = False) -> bytes:
         """Write a key once; returns what is stored, this value or an earlier one.
+
+        Args:
+            key: Equal on all ranks.
+            value: This rank's proposal.
+            is_hurried: The process ends soon: do not wait long for a store that does not answer.
 
         Raises:
             CoordinationTimeoutError: The store is unreachable: the outcome is unknown.
         """
-        return self._reply(self._owner.call(lambda store: store.compare_set(key, value)), key)
+        reply = self._owner.call(lambda store: store.compare_set(key, value))
+        return self._reply(reply, key, _HURRIED_S if is_hurried else None)
 
     def claim(self, key: str) -> bool:
         """Whether this is the first claim of `key` over all ranks."""
@@ -121,9 +129,9 @@ class Coordinator:
         """Count work done in bytes: deadlines of those who wait for this rank start anew."""
         self._owner.progress(nbytes)
 
-    def _reply(self, future: Future[T], phase: str) -> T:
+    def _reply(self, future: Future[T], phase: str, limit_s: float | None = None) -> T:
         try:
-            return future.result(max(_REPLY_S, min(self.timeout_s, 60.0)))
+            return future.result(limit_s or max(_REPLY_S, min(self.timeout_s, 60.0)))
         except FutureTimeoutError:
             future.cancel()
             raise self._unreachable(phase) from None
@@ -157,6 +165,7 @@ class Coordinator:
         ranks: Sequence[int],
         stop: str | None = None,
         timeout_s: float | None = None,
+        is_total: bool = False,
     ) -> list[bytes] | Stopped:
         """Wait until all `keys` are there, or `stop` is.
 
@@ -166,6 +175,7 @@ class Coordinator:
             ranks: `ranks[i]` writes `keys[i]`.
             stop: Ends the wait early with its value.
             timeout_s: Longest wait without progress of the missing ranks; default: the store's.
+            is_total: That is the longest wait, whatever their progress.
 
         Raises:
             CoordinationTimeoutError: Names the missing ranks; or the store is unreachable.
@@ -182,8 +192,8 @@ class Coordinator:
                 return future.result(max(0.0, min(left, look_s)))
             except FutureTimeoutError:
                 pass
-            moved = self._look(watcher, future, phase, must_answer=left <= 0)
-            if moved:
+            moved = self._look(watcher, future, phase, must_answer=left <= 0, is_hurried=is_total)
+            if moved and not is_total:
                 deadline = time.monotonic() + limit_s
                 if self.rank == 0:
                     self._owner.relay()
@@ -192,12 +202,19 @@ class Coordinator:
                 raise _missing(watcher.missing, phase, limit_s)
 
     def _look(
-        self, watcher: _ProgressWatcher, future: Future[Any], phase: str, *, must_answer: bool
+        self,
+        watcher: _ProgressWatcher,
+        future: Future[Any],
+        phase: str,
+        *,
+        must_answer: bool,
+        is_hurried: bool,
     ) -> bool:
         """Whether a missing rank has made progress since the last look."""
         reply = self._owner.call(watcher.look)
+        patience_s = _HURRIED_S if is_hurried else _REPLY_S
         try:
-            return reply.result(_REPLY_S if must_answer else 0.5)
+            return reply.result(patience_s if must_answer else 0.5)
         except FutureTimeoutError:
             if not must_answer:
                 return False
@@ -214,6 +231,7 @@ class Coordinator:
         *,
         phase: str,
         timeout_s: float | None = None,
+        is_total: bool = False,
     ) -> bytes:
         """Every rank posts a value, rank 0 decides from all of them, every rank gets the decision.
 
@@ -223,6 +241,7 @@ class Coordinator:
             decide: Runs on rank 0 only; what it raises becomes a failure on all ranks.
             phase: What the ranks are doing, for messages.
             timeout_s: Longest wait without progress; default: the store's.
+            is_total: That is the longest wait, whatever the ranks' progress.
 
         Raises:
             CoordinationTimeoutError: Some rank is missing; the same on all ranks.
@@ -233,9 +252,9 @@ class Coordinator:
         cause: BaseException | None = None
         self.post(mine, value)
         if self.rank == 0:
-            stored, cause = self._decide(name, out, decide, phase, limit_s)
+            stored, cause = self._decide(name, out, decide, phase, limit_s, is_total=is_total)
         else:
-            stored = self._await_decision(name, out, phase, limit_s)
+            stored = self._await_decision(name, out, phase, limit_s, is_total=is_total)
         self.forget(mine)
         self.retire(name, [out])
         if stored[:1] == b"+":
@@ -259,13 +278,17 @@ class Coordinator:
         decide: Callable[[list[bytes]], bytes],
         phase: str,
         limit_s: float,
+        *,
+        is_total: bool,
     ) -> tuple[bytes, BaseException | None]:
         """On rank 0: what is stored, and the exception of `decide` if that is why."""
         cause: BaseException | None = None
         ranks = range(self.world_size)
         keys = [f"{name}/in/{rank}" for rank in ranks]
         try:
-            values = self.wait(keys, phase=phase, ranks=ranks, stop=out, timeout_s=limit_s)
+            values = self.wait(
+                keys, phase=phase, ranks=ranks, stop=out, timeout_s=limit_s, is_total=is_total
+            )
             if isinstance(values, Stopped):
                 return values.value, None
             proposal = b"+" + decide(values)
@@ -277,11 +300,15 @@ class Coordinator:
             message = f"{phase} failed on rank 0: {type(error).__name__}: {error}"
             proposal = b"-" + msgspec.json.encode(_Verdict(message, failed_ranks=(0,)))
             cause = error
-        return self.propose(out, proposal), cause
+        return self.propose(out, proposal, is_hurried=is_total), cause
 
-    def _await_decision(self, name: str, out: str, phase: str, limit_s: float) -> bytes:
+    def _await_decision(
+        self, name: str, out: str, phase: str, limit_s: float, *, is_total: bool
+    ) -> bytes:
         try:
-            values = self.wait([out], phase=phase, ranks=[0], timeout_s=limit_s * _SLACK)
+            values = self.wait(
+                [out], phase=phase, ranks=[0], timeout_s=limit_s * _SLACK, is_total=is_total
+            )
         except CoordinationTimeoutError as error:
             if not error.missing_ranks:
                 raise
@@ -297,13 +324,17 @@ class Coordinator:
 
     # ----------------------------------------------------------------- leaving
 
-    def close(self, timeout_s: float) -> bool:
-        """Leave together; rank 0, which hosts the store, last. False if some rank did not come."""
+    def close(self, timeout_s: float, *, is_total: bool = False) -> bool:
+        """Leave together; rank 0, which hosts the store, last. False if some rank did not come.
+
+        `is_total`: `timeout_s` is the longest wait, whatever the ranks' progress.
+        """
         clean = True
         try:
             self.gather_decide(
-                "close", b"", lambda _: b"", phase="closing the store", timeout_s=timeout_s
-            )
+                "close", b"", lambda _: b"",
+                phase="closing the store", timeout_s=timeout_s, is_total=is_total,
+            )  # fmt: skip
             if self.rank == 0:
                 others = range(1, self.world_size)
                 self.wait(

@@ -67,11 +67,18 @@ def _obey(session: Session, key: str, proposal: Completion) -> Completion:
 
 
 def commit_on_rank_0(session: Session, save: PendingSave) -> Outcome:
-    """Wait for all shards to be durable, publish, and decide the outcome.
+    """Wait for all shards to be durable, publish, and decide the outcome. Whoever comes first does it.
 
     Raises:
         CoordinationError: The outcome could not be told (the store is gone).
     """
+    with save.committing:
+        if save.outcome is None:
+            save.outcome = _commit(session, save)
+        return save.outcome
+
+
+def _commit(session: Session, save: PendingSave) -> Outcome:
     assert save.completion is not None
     failure = save.completion.failure or _wait_durable(session, save)
     outcome = _publish(session, save) if failure is None else Outcome(failure)

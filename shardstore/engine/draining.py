@@ -10,7 +10,10 @@ from shardstore.engine.session import PendingSave, Session
 
 
 def drain(session: Session, pending: Sequence[PendingSave], timeout_s: float | None) -> bool:
-    """Wait until `pending`, oldest first, are settled; False if that took too long."""
+    """Wait until `pending`, oldest first, are settled; False if that took too long.
+
+    A grace period that begins meanwhile ends the wait in time.
+    """
     tier = session.outermost.tier if session.has_outer else "memory"
     total_bytes = sum(save.nbytes for save in pending)
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -18,9 +21,9 @@ def drain(session: Session, pending: Sequence[PendingSave], timeout_s: float | N
         "drain", step=pending[-1].step, total_bytes=total_bytes, tier=tier
     ) as work:
         for save in pending:
-            left = max(0.0, deadline - time.monotonic())
+            left = session.in_time(max(0.0, deadline - time.monotonic()))
             while not save.settled.wait(_finite(min(left, work.every_s))):
-                left = max(0.0, deadline - time.monotonic())
+                left = session.in_time(max(0.0, deadline - time.monotonic()))
                 if left == 0.0:
                     return False
                 work.reach(sum(map(_done_bytes, pending)))

@@ -11,6 +11,7 @@ from typing import Final
 
 from shardstore.engine.draining import drain
 from shardstore.engine.failures import Failures
+from shardstore.engine.flush import Flusher
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
 from shardstore.errors import SaveFailedError
@@ -20,6 +21,8 @@ _OWN_S: Final = 60.0
 """How long own seals and spills may take once the store was abandoned."""
 _SEAL_S: Final = 10.0
 """How long an abandoned store tries to seal what was staged."""
+_LAST_S: Final = 1.0
+"""Least time for leaving together in a grace period."""
 _OTHERS_S: Final = 5.0
 """How long the interpreter's exit waits for outcomes that other ranks have a part in."""
 
@@ -32,12 +35,14 @@ class Leaver:
         session: Session,
         pipeline: SavePipeline,
         failures: Failures,
+        flusher: Flusher,
         on_gone: Callable[[], None],
     ) -> None:
         """`on_gone` runs when memory was given back or left for the restart."""
         self._session = session
         self._pipeline = pipeline
         self._failures = failures
+        self._flusher = flusher
         self._on_gone = on_gone
         self._thread: threading.Thread | None = None
 
@@ -47,13 +52,37 @@ class Leaver:
         return not pending or drain(self._session, pending, timeout_s)
 
     def close(self, *, keep_memory: bool) -> SaveFailedError | None:
-        """Drain, then leave together with the other ranks; returns what was not raised yet."""
-        self.wait_outcomes(None)
+        """Drain, then leave together with the other ranks; returns what was not raised yet.
+
+        In a grace period: flush, drain as long as there is time, and keep memory.
+        """
+        if self._session.is_ending:
+            return self._close_in_time()
+        if not self.wait_outcomes(None):
+            return self._close_in_time()
         error = self._failures.rest()
         timeout_s = self._session.timeout_s
         self._pipeline.stop(timeout_s=timeout_s)
         clean = self._session.coordinator.close(timeout_s)
-        self._give_back(keep_memory=keep_memory or not clean)
+        self._give_back(keep_memory=keep_memory or not clean or self._session.is_ending)
+        return error
+
+    def _close_in_time(self) -> SaveFailedError | None:
+        session = self._session
+        self._flusher.run("flush/close", session.in_time(session.timeout_s))
+        is_drained = self.wait_outcomes(session.in_time(session.timeout_s))
+        error = self._failures.rest()
+        for save in self._pipeline.pending:
+            session.warn(
+                "%s stays in memory: it was not on the %s in time",
+                save.id or save.label, session.outermost.tier if session.has_outer else "other ranks",
+            )  # fmt: skip
+        last_s = max(_LAST_S, session.in_time(session.timeout_s))
+        session.coordinator.close(last_s, is_total=True)
+        if is_drained and self._pipeline.stop_own(max(_LAST_S, session.in_time(_OWN_S))):
+            self._give_back(keep_memory=True)
+        else:
+            self._on_gone()  # what still is written ends with the process; its memory stays
         return error
 
     def abandon(self) -> None:
@@ -68,27 +97,31 @@ class Leaver:
     def join(self) -> None:
         """Wait for what `abandon` began."""
         if self._thread is not None:
-            self._thread.join(_OWN_S)
+            self._thread.join(self._session.in_time(_OWN_S))
 
     def finish_at_exit(self) -> None:
         """The interpreter ends: finish own spills; outcomes of others only if they come soon."""
-        deadline = time.monotonic() + _OWN_S
+        deadline = time.monotonic() + self._session.in_time(_OWN_S)
         for save in self._pipeline.pending:
             save.spilled.wait(max(0.0, deadline - time.monotonic()))
-        self.wait_outcomes(_OWN_S if self._session.world_size == 1 else _OTHERS_S)
+        patience_s = _OWN_S if self._session.world_size == 1 else _OTHERS_S
+        self.wait_outcomes(self._session.in_time(patience_s))
         error = self._failures.rest()
         if error is not None:
             logging.getLogger("shardstore").error("%s", error)
 
     def _finish_own(self) -> None:
-        if self._session.world_size == 1:
-            self.wait_outcomes(_OWN_S)
+        session = self._session
+        if session.is_ending:
+            self._flusher.wait(session.in_time(_OWN_S))  # it needs the other ranks
+        if session.world_size == 1:
+            self.wait_outcomes(session.in_time(_OWN_S))
         # A first save needs the others once, for the run's number, before it can be sealed.
-        deadline = time.monotonic() + min(_SEAL_S, self._session.timeout_s)
+        deadline = time.monotonic() + session.in_time(min(_SEAL_S, session.timeout_s))
         for save in self._pipeline.pending:
             save.sealed.wait(max(0.0, deadline - time.monotonic()))
-        self._session.coordinator.abandon()
-        if self._pipeline.stop_own(_OWN_S):
+        session.coordinator.abandon()
+        if self._pipeline.stop_own(session.in_time(_OWN_S)):
             self._give_back(keep_memory=True)
 
     def _give_back(self, *, keep_memory: bool) -> None:

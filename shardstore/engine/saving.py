@@ -30,6 +30,7 @@ from shardstore.format.shardfile import ShardLayout, digest_of, encode_header, h
 from shardstore.tiers.fileops import FileOps
 
 _SMALL_JOIN_S: Final = 5.0
+_LOOK_S: Final = 0.02
 
 
 class SavePipeline:
@@ -211,6 +212,31 @@ class SavePipeline:
 
     def _spill(self, save: PendingSave) -> None:
         """Write to the tier after memory, while the digests are taken."""
+        if save.spill_turn.acquire(blocking=False):
+            self._write(save)
+
+    def _pass_on(self, save: PendingSave) -> None:
+        """From memory or the disk to the root. Its memory may serve other saves meanwhile."""
+        if save.pass_turn.acquire(blocking=False):
+            self._hand_on(save)
+
+    def spill_now(self, save: PendingSave, *, until: float) -> bool:
+        """Write this one to the outermost tier on this thread, past those before it in the queue.
+
+        Where that is under way already, wait for it, at most until `until` (monotonic seconds).
+
+        Returns:
+            Whether its spill is over.
+        """
+        if save.spill_turn.acquire(blocking=False):
+            self._write(save, is_urgent=True)
+        while (left := until - time.monotonic()) > 0 and not save.spilled.wait(min(left, _LOOK_S)):
+            if save.is_on_disk:
+                self._pass_on(save)
+        return save.spilled.is_set()
+
+    def _write(self, save: PendingSave, *, is_urgent: bool = False) -> None:
+        """`is_urgent`: to the outermost tier at once."""
         session = self._session
         is_passed_on = False
         try:
@@ -219,13 +245,15 @@ class SavePipeline:
             self._ops.point("spill")
             started = time.monotonic()
             done: bool | None = None
-            if session.on_disk is not None and save.streamed is None:
+            by_disk = session.on_disk is not None and save.streamed is None
+            if by_disk and not (is_urgent and session.catalog is not None):
                 done = write_to_disk(session, save)
                 if done and session.catalog is not None:
                     self._count_written(save, started, "disk")
                     self._ops.point("post on disk")
                     save.watches = free_memory_once_on_disks(session, save)
                     is_passed_on = self._passer.submit(save)
+                    save.is_on_disk = is_passed_on
                     return
             if done is None:
                 done = write_shard(session, session.outermost, save)
@@ -238,8 +266,7 @@ class SavePipeline:
             if not is_passed_on:
                 save.spilled.set()
 
-    def _pass_on(self, save: PendingSave) -> None:
-        """From memory or the disk to the root. Its memory may serve other saves meanwhile."""
+    def _hand_on(self, save: PendingSave) -> None:
         session = self._session
         try:
             assert save.id is not None
@@ -254,7 +281,8 @@ class SavePipeline:
             save.spilled.set()
 
     def _count_written(self, save: PendingSave, started: float, tier: str) -> None:
-        self._session.meter.add("write", save.nbytes, time.monotonic() - started)
+        self._session.meter.add("write", save.nbytes, time.monotonic() - started - save.held_s)
+        save.held_s = 0.0
         passed(self._session, save, "written", tier=tier)
 
     def _post_durable(self, save: PendingSave) -> None:

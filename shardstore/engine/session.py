@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from shardstore.cluster.coordination import Coordinator
+from shardstore.cluster.preemption import Grace
 from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
+from shardstore.engine.urgency import Urgency
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
@@ -29,6 +31,7 @@ from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
+    from shardstore.engine.commit import Outcome
     from shardstore.engine.streaming import Streamed
     from shardstore.state.overlap import LateCopy
 
@@ -106,8 +109,19 @@ class PendingSave:
     """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    committing: threading.Lock = field(default_factory=threading.Lock)
+    outcome: Outcome | None = None
+    """On rank 0, once it was decided; under `committing`."""
+    spill_turn: threading.Lock = field(default_factory=threading.Lock)
+    """Taken, and never given back, by who writes it to the tier after memory."""
+    pass_turn: threading.Lock = field(default_factory=threading.Lock)
+    """The same for who writes it from the disk to the root."""
+    is_on_disk: bool = False
+    """This rank's file is on its disk, and may be passed on to the root."""
     written_bytes: int = 0
     """Of this rank's file, on the way to the root; told by who writes."""
+    held_s: float = 0.0
+    """How long its writing gave way to that of a newer one."""
     seconds: dict[str, float] = field(default_factory=dict)
     """When this rank came to each transition, since the call of `save`."""
     staged: Future[None] = field(default_factory=Future)
@@ -165,6 +179,20 @@ class Session:
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)
+    urgency: Urgency = field(default_factory=Urgency)
+    grace: Grace | None = None
+    """Of the last `guard_preemption`."""
+    is_stopping: bool = False
+    """`should_stop` has said so, on all ranks."""
+
+    @property
+    def is_ending(self) -> bool:
+        """The scheduler has given notice: the process ends soon."""
+        return self.grace is not None and self.grace.has_begun
+
+    def in_time(self, seconds: float) -> float:
+        """So many seconds, or as many as a grace period leaves."""
+        return seconds if self.grace is None else min(seconds, self.grace.usable_s)
 
     @property
     def rank(self) -> int:

@@ -64,6 +64,7 @@ def _copy(
     assert layout is not None
     assert save.id is not None
     for start in range(layout.data_start, layout.nbytes, WRITE_BYTES):
+        save.held_s += session.urgency.give_way(save.id)
         part = slot.view[start : min(start + WRITE_BYTES, layout.nbytes)]
         writer.write(part, start)
         session.coordinator.progress(len(part))
@@ -71,6 +72,7 @@ def _copy(
         work.advance(len(part))
         part.release()
     save.sealed.wait()
+    save.held_s += session.urgency.give_way(save.id)
     reader = session.memory.open_shard(save.id) if save.is_sealed else None
     if reader is None:
         return False
@@ -119,18 +121,20 @@ def pass_on(session: Session, target: Target, save: PendingSave) -> None:
     Raises:
         TierError: The disk has no file any more, or it cannot be read or written.
     """
-    assert save.id is not None
+    snapshot_id = save.id
+    assert snapshot_id is not None
     assert session.on_disk is not None
-    on_disk = session.on_disk.disk.open_shard(save.id)
+    on_disk = session.on_disk.disk.open_shard(snapshot_id)
     if on_disk is None:
-        raise _gone(session, save.id)
+        raise _gone(session, snapshot_id)
     ring = Ring()
     with on_disk:
-        writer = target.create(save.id, on_disk.nbytes)
+        writer = target.create(snapshot_id, on_disk.nbytes)
         try:
             with _work(session, target, save.step, on_disk.nbytes) as work:
 
                 def arrived(data: memoryview, start: int) -> None:
+                    save.held_s += session.urgency.give_way(snapshot_id)
                     writer.write(data, start)
                     session.coordinator.progress(len(data))
                     work.advance(len(data))
@@ -139,7 +143,7 @@ def pass_on(session: Session, target: Target, save: PendingSave) -> None:
                 start = 0
                 while start < on_disk.nbytes:
                     place = ring.place(start, min(start + CHUNK_BYTES, on_disk.nbytes))
-                    if not _take_from_memory(session, save.id, start, place):
+                    if not _take_from_memory(session, snapshot_id, start, place):
                         break
                     arrived(place, start)
                     start += len(place)
@@ -180,6 +184,7 @@ def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> Se
         try:
             with _work(session, target, snapshot_id.step, reader.nbytes) as work:
                 for start in range(0, reader.nbytes, WRITE_BYTES):
+                    session.urgency.give_way(snapshot_id)
                     part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
                     writer.write(part, start)
                     session.coordinator.progress(len(part))

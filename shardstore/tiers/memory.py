@@ -146,6 +146,11 @@ class MemoryTier:
             found = [s.id for s in self._slots if s.state == "sealed" and not s.is_failed and s.id]
         return sorted(found, key=lambda i: i.order)
 
+    def is_safe(self, snapshot_id: SnapshotId) -> bool:
+        """Whether this rank's copy is known to be committed further out."""
+        with self._changed:
+            return any(s.is_safe for s in self._slots if s.id == snapshot_id)
+
     def is_kept(self, snapshot_id: SnapshotId) -> bool:
         """Whether this rank's copy was saved with persist=False."""
         with self._changed:
