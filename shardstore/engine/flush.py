@@ -29,6 +29,8 @@ _AGREE_SHARE: Final = 0.25
 _SEAL_SHARE: Final = 0.125
 """Of the time: how long a flush waits for what was staged to get its name."""
 _LOOK_S: Final = 0.05
+_START_S: Final = 1.0
+"""Longest time between a signal and the flush that it starts."""
 
 
 class _Offer(msgspec.Struct, frozen=True):
@@ -50,17 +52,31 @@ class Flusher:
         self._kept = kept
         self._ops = ops
         self._turn = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_begun, self._num_over = 0, 0
 
     def start(self, name: str, timeout_s: float) -> None:
-        """`run`, in the background."""
+        """`run`, in the background. Does not wait."""
+        with self._changed:
+            self._num_begun += 1
+            self._changed.notify_all()
         threading.Thread(
-            target=self.run, args=(name, timeout_s), name="shardstore-flush", daemon=True
+            target=self._run_behind, args=(name, timeout_s), name="shardstore-flush", daemon=True
         ).start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until no flush is running."""
-        if self._turn.acquire(timeout=timeout_s):
-            self._turn.release()
+    def _run_behind(self, name: str, timeout_s: float) -> None:
+        try:
+            self.run(name, timeout_s)
+        finally:
+            with self._changed:
+                self._num_over += 1
+                self._changed.notify_all()
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until what was started, and something was or is about to be, is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_begun > 0, min(timeout_s, _START_S))
+            self._changed.wait_for(lambda: self._num_over == self._num_begun, timeout_s)
 
     def run(self, name: str, timeout_s: float) -> SnapshotInfo | None:
         """Have the newest snapshot of all ranks safe in the outermost tier.

@@ -113,7 +113,7 @@ class Leaver:
     def _finish_own(self) -> None:
         session = self._session
         if session.is_ending:
-            self._flusher.wait(session.in_time(_OWN_S))  # it needs the other ranks
+            self._flusher.wait_started(session.in_time(_OWN_S))  # it needs the other ranks
         if session.world_size == 1:
             self.wait_outcomes(session.in_time(_OWN_S))
         # A first save needs the others once, for the run's number, before it can be sealed.

@@ -86,7 +86,9 @@ def test_it_is_heard_while_the_main_thread_is_in_a_native_call() -> None:
         while True:  # a call long enough to tell, on any machine
             started = time.monotonic()
             entered.set()
-            hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)  # neither returns early nor holds the GIL
+            hashlib.pbkdf2_hmac(
+                "sha256", b"x", b"y", rounds
+            )  # neither returns early nor holds the GIL
             ended = time.monotonic()
             if ended - started > 0.5:
                 break
@@ -131,7 +133,9 @@ def test_a_descriptor_and_a_handler_set_meanwhile_stay() -> None:
         assert ears.some.wait(5.0), "the handler tells it, though the descriptor is another's"
     assert signal.getsignal(SIGNAL) is later
     assert signal.set_wakeup_fd(-1) == writer
-    os.kill(os.getpid(), SIGNAL)  # `later` still calls ours, which does what was there before: nothing
+    os.kill(
+        os.getpid(), SIGNAL
+    )  # `later` still calls ours, which does what was there before: nothing
     assert calls == [SIGNAL] * 2
     os.close(reader)
     os.close(writer)
