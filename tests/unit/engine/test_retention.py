@@ -95,8 +95,8 @@ def test_a_count_is_the_newest_so_many(given_: object) -> None:
 def test_a_policy_shows_and_equals_by_what_it_says() -> None:
     assert repr(Keep(last=3)) == "Keep(last=3)"
     assert repr(Keep(last=3, every_steps=1000)) == "Keep(last=3, every_steps=1000)"
-    assert Keep(last=np.int32(3)) == Keep(last=3)  # type: ignore[arg-type]
-    assert isinstance(Keep(last=np.int32(3)).last, int)  # type: ignore[arg-type]
+    assert Keep(last=np.int32(3)) == Keep(last=3)
+    assert isinstance(Keep(last=np.int32(3)).last, int)
     with pytest.raises(AttributeError):
         Keep(last=3).last = 4  # type: ignore[misc]
 
