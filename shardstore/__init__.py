@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardstore.engine.listing import SnapshotInfo, list_snapshots
     from shardstore.engine.progress import Progress
     from shardstore.engine.report import RestoreReport
+    from shardstore.engine.retention import Keep
     from shardstore.engine.stats import PhaseStats, StoreStats
     from shardstore.errors import (
         CoordinationError,
@@ -42,6 +43,7 @@ _HOME: Final = {
     "CorruptSnapshotError": "errors",
     "FormatError": "errors",
     "FormatVersionError": "errors",
+    "Keep": "engine.retention",
     "PhaseStats": "engine.stats",
     "PreemptionGuard": "engine.guard",
     "Progress": "engine.progress",
@@ -69,6 +71,7 @@ __all__ = [
     "CorruptSnapshotError",
     "FormatError",
     "FormatVersionError",
+    "Keep",
     "PhaseStats",
     "PreemptionGuard",
     "Progress",
