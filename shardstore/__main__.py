@@ -1,0 +1,7 @@
+"""`python -m shardstore` is the command line."""
+
+from __future__ import annotations
+
+from shardstore.cli import main
+
+main()
