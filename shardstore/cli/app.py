@@ -11,9 +11,12 @@ import click
 
 from shardstore.cli.diff import diff
 from shardstore.cli.doctor import doctor
+from shardstore.cli.gc import gc_
 from shardstore.cli.listing import list_
 from shardstore.cli.memory import memory
 from shardstore.cli.output import note, write_json
+from shardstore.cli.pins import pin, unpin
+from shardstore.cli.prune import prune_
 from shardstore.cli.show import show
 from shardstore.cli.verify import verify
 from shardstore.errors import CorruptSnapshotError, FormatError, ShardStoreError, TierError
@@ -93,5 +96,5 @@ def cli() -> None:
     """Look at snapshots, check them, and clean up after runs."""
 
 
-for _command in (list_, show, verify, diff, memory, doctor):
+for _command in (list_, show, verify, diff, pin, unpin, prune_, gc_, memory, doctor):
     cli.add_command(_command)

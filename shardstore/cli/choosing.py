@@ -88,6 +88,24 @@ def choose_by_text(place: Place, text: str) -> SnapshotId:
     )
 
 
+def choose_listed(place: Place, text: str) -> list[SnapshotId]:
+    """Snapshots of the root at a step, or the one of an id, that were committed and not deleted.
+
+    Raises:
+        PlaceError: There is none.
+        click.UsageError: It is neither.
+    """
+    is_step = text.isdigit() or text == "newest"
+    found = choose_many(
+        Place(place.root), step=text if is_step else None, id_=None if is_step else text
+    )
+    listed = [i for i in found if place.catalog.is_listed(i)]
+    if not listed:
+        states = ", ".join(f"{i.name} is {place.catalog.state(i)}" for i in found)
+        raise PlaceError(f"nothing of {text} is committed in {place.root}: {states}")
+    return listed
+
+
 def parse_step(text: str) -> int:
     """Read a step.
 

@@ -74,7 +74,10 @@ def list_(
         }
         write_json(document)
     elif shown:
-        _say(shown, with_state=show_all or any(line.state != "committed" for line in shown))
+        _say(
+            shown,
+            with_state=show_all or any(line.state != "committed" or line.why for line in shown),
+        )
     elif not place.is_empty:
         note(f"there is no snapshot in {place.root}")
     if len(lines) > len(shown):
@@ -99,8 +102,19 @@ def _lines(attempts: list[Attempt], ranks_on_root: Any, near: Near) -> list[_Lin
             tiers: dict[str, tuple[int, ...] | None] = {**ranks}
             if attempt.state == "damaged":
                 tiers["root"] = None
+            is_pinned = "pinned" in attempt.marks
             lines.append(
-                _Line(snapshot_id, attempt.state, None, None, None, tiers, False, None, attempt.why)
+                _Line(
+                    snapshot_id,
+                    attempt.state,
+                    None,
+                    None,
+                    None,
+                    tiers,
+                    is_pinned,
+                    None,
+                    attempt.why,
+                )
             )
     return lines
 
@@ -115,7 +129,7 @@ def _committed(attempt: Attempt, ranks: dict[str, tuple[int, ...]]) -> _Line:
         register.created,
         register.world_size,
         {**ranks, "root": None},
-        False,
+        "pinned" in attempt.marks,
         register.metadata,
         attempt.why,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -26,6 +27,11 @@ memory_dir_option = click.option(
     metavar="DIR",
     help="The tmpfs that the store was given.",
 )
+
+
+def writer() -> dict[str, str]:
+    """Versions to record in registers that the command line writes."""
+    return {"shardstore": importlib.metadata.version("shardstore")}
 
 
 def near_options(command: F) -> F:

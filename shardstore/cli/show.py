@@ -119,6 +119,7 @@ def _say_facts(
             f"{len({t.name for t in tensors}):,}, {size(sum(t.nbytes for t in tensors))} by their shapes",
         ),
         ("tiers", ", ".join(tiers) or "none"),
+        ("pinned", "yes: retention never deletes it" if "pinned" in found.marks else ""),
         ("metadata", "" if facts["metadata"] is None else json.dumps(facts["metadata"])),
         ("written by", ", ".join(f"{k} {v}" for k, v in facts["writer"].items())),
         ("reason", found.manifest.reason if found.manifest is not None else ""),
@@ -136,9 +137,8 @@ def _say_facts(
         say_status("fail", problem)
     if found.state == "aborted":
         say_status("warn", "aborted: this save failed, its bytes are removed by gc or the next run")
-    unknown = [name for name in found.others if name != "manifest.json"]
-    if unknown:
-        say_status("warn", f"also in the folder: {', '.join(unknown)}")
+    if found.others:
+        say_status("warn", f"also in the folder: {', '.join(found.others)}")
 
 
 def _tier(tier: str, ranks: tuple[int, ...], world_size: int | None) -> str:
@@ -219,6 +219,8 @@ def _as_json(
         "problems": list(found.problems),
         "reason": found.manifest.reason if found.manifest is not None else "",
         **_facts(found),
+        "pinned": "pinned" in found.marks,
+        "marked_damaged": "damaged" in found.marks,
         "world_size": found.world_size,
         "nbytes": sum(file.nbytes or 0 for file in found.files),
         "tiers": {**tiers, **({"root": on_root} if on_root else {})},

@@ -19,12 +19,14 @@ from shardstore.engine.audit import Audit, Finding, audit_snapshot
 @click.command()
 @root_argument
 @which_options("all")
+@click.option("--mark", is_flag=True, help="Mark what is damaged: retention counts it no more.")
 @json_option
-def verify(root: str, step: str | None, id_: str | None, as_json: bool) -> None:
+def verify(root: str, step: str | None, id_: str | None, mark: bool, as_json: bool) -> None:
     """Read snapshots in ROOT and compare every digest: manifest, headers, tensors.
 
     Exit code 1 if anything is not as it was written; each finding names the rank, file and tensor. Attempts
-    that were never committed are no snapshots, and not read. Memory stays under 256 MiB.
+    that were never committed are no snapshots, and not read. Memory stays under 256 MiB. Nothing is
+    written, except with --mark.
     """
     place = find_root(root)
     wanted = set(choose_many(place, step=step, id_=id_))
@@ -42,6 +44,8 @@ def verify(root: str, step: str | None, id_: str | None, as_json: bool) -> None:
         with byte_bar(title, total=total) as bar:
             audit = audit_snapshot(place.catalog, attempt.id, progress=bar.advance)
         audits.append(audit)
+        if mark and audit.proves_damage and not audit.is_gone:
+            place.catalog.mark_damaged(audit.id)
         if not as_json:
             _say(audit)
     seconds = time.monotonic() - started

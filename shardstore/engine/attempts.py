@@ -13,11 +13,14 @@ from typing import Final
 
 from shardstore.engine.catalog import Catalog, SealedShard, State
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
-from shardstore.format.manifest import Register, read_register, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
+from shardstore.format.marks import MARKS, Mark
 from shardstore.format.records import Manifest, SnapshotId
+from shardstore.tiers.marks import marks_among
 
 _FILE: Final = re.compile(r"rank-(\d{5,})\.safetensors(\.tmp)?")
 _MAX_SHOWN: Final = 8
+_WHY_MARKED: Final = {False: "", True: "marked: a restore or verify found it damaged"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Attempt:
     """None where there is none that can be read, or it is `aborted`."""
     why: str = ""
     """Why it is no snapshot to rely on; empty for a good one."""
+    marks: frozenset[Mark] = frozenset()
+    """Beside it: `pinned`; `damaged` if a restore or `verify` found it so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,9 @@ class Examination:
     world_size: int | None
     """None if neither manifest nor any header tells."""
     files: tuple[RankFile, ...]
+    marks: frozenset[Mark]
     others: tuple[str, ...]
-    """Further names in its folder."""
+    """Further names in its folder, which are not ours."""
     problems: tuple[str, ...]
     """Everything that keeps it from being whole; empty if it is."""
 
@@ -77,12 +83,15 @@ def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
     try:
         data = catalog.tier.read_manifest(snapshot_id)
         ranks = catalog.tier.list_ranks(snapshot_id)
+        marks = catalog.tier.marks(snapshot_id)
         register = None if data is None else read_register(data, expect=snapshot_id)
         if register is not None and register.state == "committed":
             missing = sorted({*range(register.world_size)} - {*ranks})
             if missing:
-                return Attempt(snapshot_id, "damaged", register, why=missing_files(missing))
-            return Attempt(snapshot_id, "committed", register)
+                return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
+            return Attempt(
+                snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks
+            )
         entry = catalog.entry(snapshot_id)
     except TierError as error:
         return Attempt(snapshot_id, "damaged", why=str(error))
@@ -91,7 +100,7 @@ def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
     if entry.state == "aborted":
         reason = entry.manifest.reason if entry.manifest is not None else ""
         return Attempt(snapshot_id, "aborted", why=reason)
-    return Attempt(snapshot_id, entry.state, why=entry.problem)
+    return Attempt(snapshot_id, entry.state, why=entry.problem, marks=marks)
 
 
 def _files_of(ranks: Iterable[int]) -> str:
@@ -144,9 +153,19 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
         if entry.state == "torn":
             problems.append("there is no manifest: the run died, or is still at work on it")
             problems += [f"rank {f.rank}: {f.problem}" for f in files if f.problem]
+    if "damaged" in others:
+        problems.append(_WHY_MARKED[True])
     state = "damaged" if problems and entry.state == "committed" else entry.state
     return Examination(
-        snapshot_id, state, manifest, shards, world_size, files, others, tuple(problems)
+        snapshot_id,
+        state,
+        manifest,
+        shards,
+        world_size,
+        files,
+        marks_among(others),
+        tuple(name for name in others if name not in (MANIFEST_NAME, *MARKS)),
+        tuple(problems),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from shardstore.engine.catalog import Catalog, SealedShard, check_identity, read_sealed_header
 from shardstore.engine.spans import SpanDigests
 from shardstore.engine.verify import check_listed
-from shardstore.errors import CorruptSnapshotError, FormatError, TierError
+from shardstore.errors import CorruptSnapshotError, FormatError, FormatVersionError, TierError
 from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.records import Manifest, SnapshotId
 from shardstore.tiers.base import ShardReader
@@ -48,6 +48,8 @@ class Audit:
     findings: list[Finding] = field(default_factory=list)
     is_gone: bool = False
     """It was deleted meanwhile: there is nothing to say of it."""
+    proves_damage: bool = False
+    """Something was read, and is not what was written: no fault that may pass."""
 
 
 def audit_snapshot(
@@ -69,6 +71,7 @@ def audit_snapshot(
         audit.findings.append(Finding(str(error)))
         return audit
     if entry.manifest is None or entry.state != "committed":
+        audit.proves_damage = entry.state == "damaged"
         problem = entry.problem or f"the attempt is {entry.state}: there is no committed snapshot"
         audit.findings.append(Finding(problem))
         return audit
@@ -90,6 +93,7 @@ def audit_snapshot(
             audit.num_tensors += part.num_tensors
             audit.nbytes += part.nbytes
             audit.findings += part.findings
+            audit.proves_damage |= part.proves_damage
 
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardstore-audit") as pool:
         try:
@@ -139,10 +143,12 @@ def _audit_file(
             part.num_files = 1
             count(sealed.layout.data_start)
             part.findings += _audit_tensors(sealed, reader, ring, count)
+            part.proves_damage = bool(part.findings)
             part.num_tensors = sum(row.alias_of is None for row in sealed.header.table)
     except (CorruptSnapshotError, FormatError, TierError) as error:
         tensor = error.tensor if isinstance(error, CorruptSnapshotError) else None
         part.findings.append(Finding(str(error), rank, name, tensor))
+        part.proves_damage |= not isinstance(error, TierError | FormatVersionError)
     part.nbytes = read
     progress(max(0, expected - read))  # what could not be read is done with as well
     return part

@@ -11,6 +11,7 @@ from typing import Final
 
 from shardstore.engine.draining import drain
 from shardstore.engine.failures import Failures
+from shardstore.engine.liveness import left
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
 from shardstore.errors import SaveFailedError
@@ -102,4 +103,5 @@ class Leaver:
                         os.rmdir(folder)
                     except OSError:
                         break  # other ranks or namespaces are still there
+        left(self._session.nonce)
         self._on_gone()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardstore.errors import TierError
+from shardstore.format.marks import MARKS
 from shardstore.format.records import SnapshotId
 from shardstore.tiers import ownership
 from shardstore.tiers.adoption import lock_path
@@ -23,7 +24,7 @@ from shardstore.tiers.fileops import FileOps, translated
 
 _SLOT: Final = re.compile(r"slot-([0-9a-f]{8})-(\d{5,})-.*")
 _LOCK: Final = re.compile(r"owner-([0-9a-f]{8})-(\d{5,})\.lock")
-_SHARD: Final = re.compile(r"rank-(\d{5,})\.(safetensors|complete)")
+_SHARD: Final = re.compile(rf"rank-(\d{{5,}})\.(safetensors|complete|{'|'.join(MARKS)})")
 _FLOCK: Final = struct.Struct("hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
@@ -151,7 +152,7 @@ def read_namespace(path: str) -> Namespace | None:
                     match = _SHARD.fullmatch(shard.name)
                     if match:
                         rank = int(match[1])
-                        is_mark = match[2] == "complete"
+                        is_mark = match[2] != "safetensors"
                         files += _file(
                             shard,
                             rank,
