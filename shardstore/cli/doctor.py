@@ -11,7 +11,9 @@ from shardstore.cli.checks.check import Check
 from shardstore.cli.output import note, say, say_status, write_json
 from shardstore.cli.parameters import json_option, memory_dir_option
 from shardstore.cli.places import PlaceError
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import resolve_root
+from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.places import nearest
 
@@ -57,6 +59,7 @@ def doctor(root: str | None, no_speed: bool, memory_dir: str, as_json: bool) -> 
 def _run(root: str | None, *, memory_dir: str, with_speed: bool) -> list[Check]:
     from shardstore.cli.checks.folder import check_room, check_writing
     from shardstore.cli.checks.host import check_host
+    from shardstore.cli.checks.jobs import check_jobs
     from shardstore.cli.checks.speed import check_disk_speed, check_memory_speed
 
     try:
@@ -75,6 +78,7 @@ def _run(root: str | None, *, memory_dir: str, with_speed: bool) -> list[Check]:
                 text = f"{path} does not exist yet: its parent {found} is looked at"
                 checks.append(Check("root", "ok", text))
             checks += check_room(path, found, ops)
+            checks += check_jobs(Catalog(DiskTier(path, name="root", ops=ops)))
             writing = check_writing(found, ops)
             checks += writing
             if with_speed and all(check.status != "fail" for check in writing):

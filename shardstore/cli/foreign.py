@@ -17,11 +17,17 @@ _MAX_SUGGESTED: Final = 5
 
 def is_root(names: Collection[str]) -> bool:
     """Whether a folder with these names is a root: runs or attempts left their traces."""
-    return any(_RUN.fullmatch(name) or SnapshotId.parse(name) is not None for name in names)
+    is_ours = any(_RUN.fullmatch(name) or SnapshotId.parse(name) is not None for name in names)
+    return is_ours and not _is_memory(names)
 
 
-def is_memory(names: Collection[str]) -> bool:
-    """Whether a folder with these names is the memory of a store."""
+def is_near_tier(path: str, names: Collection[str]) -> bool:
+    """Whether a folder is the part of one store on a disk before the root, which has no registers."""
+    is_of_user = _USER.fullmatch(os.path.basename(os.path.dirname(path))) is not None
+    return is_of_user and not any(_RUN.fullmatch(name) for name in names)
+
+
+def _is_memory(names: Collection[str]) -> bool:
     return any(_LOCK.fullmatch(name) or name.startswith("slot-") for name in names)
 
 
@@ -29,8 +35,10 @@ def looks_like(path: str, names: Collection[str]) -> str | None:
     """What a folder seems to be, in words; None if it says nothing."""
     if _USER.fullmatch(os.path.basename(path)):
         return "the folder of all stores of one user, in memory or on a disk"
-    if is_memory(names):
+    if _is_memory(names):
         return 'the memory of a store (see "shardstore memory list")'
+    if is_near_tier(path, names):
+        return "the disk= of a store: give the root to a command, and this one's --disk beside it"
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return "a checkpoint of torch.distributed.checkpoint (DCP)"
     if any(name.endswith(".distcp") for name in names):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 import click
 
 from shardstore.cli.near import Near, look_near
-from shardstore.cli.output import Column, moment, note, plural, say_table, size, write_json
+from shardstore.cli.output import Column, moment, note, say_table, size, write_json
 from shardstore.cli.parameters import json_option, near_options, root_argument
 from shardstore.cli.places import find_root
-from shardstore.engine.attempts import Attempt, find_attempts
+from shardstore.engine.attempts import Attempt, find_attempts, missing_files
 from shardstore.format.records import SnapshotId
+
+_MAX_MISSING: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,9 @@ def list_(
     place = find_root(root, may_be_empty=True)
     near = look_near(place.root, memory_dir=memory_dir, name=name, disk=disk)
     lines = _lines(find_attempts(place.catalog), place.catalog.tier.list_ranks, near)
+    if place.snapshot is not None:
+        lines = [line for line in lines if line.id == place.snapshot]
+        show_all = True
     good = [line for line in lines if line.state in ("committed", "restorable")]
     shown = lines if show_all else good
     if as_json:
@@ -83,7 +89,7 @@ def list_(
     if len(lines) > len(shown):
         states = [line.state for line in lines if line not in good]
         counts = ", ".join(f"{states.count(s)} {s}" for s in sorted(set(states)))
-        note(f"{plural(len(states), 'attempt')} more not listed ({counts}): add --all")
+        note(f"not listed: {counts}. Add --all to see them and why")
 
 
 def _lines(attempts: list[Attempt], ranks_on_root: Any, near: Near) -> list[_Line]:
@@ -148,10 +154,15 @@ def _uncommitted(
         tiers["root"] = tuple(on_root)
     present = {rank for found in tiers.values() if found is not None for rank in found}
     world_size = gist.world_size if gist is not None else None
-    is_whole = world_size is not None and present >= set(range(world_size))
-    why = attempt.why if attempt is not None else "not on the root"
+    is_whole = world_size is not None and all(rank in present for rank in range(world_size))
+    why = "no manifest" if attempt is not None else "not on the root"
     if is_whole and gist is not None and not gist.persist:
         why = "saved with persist=False"
+    elif not is_whole and world_size is not None:
+        missing = (rank for rank in range(world_size) if rank not in present)
+        why += f"; {missing_files(islice(missing, _MAX_MISSING))}"
+    elif not present:
+        why += "; no files of any rank"
     return _Line(
         snapshot_id,
         "restorable" if is_whole else "torn",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shardstore.cli.output import Column, note, plural, say, say_status, say_table, size, write_json
-from shardstore.cli.parameters import json_option, memory_dir_option, yes_option
+from shardstore.cli.parameters import MEMORY_DIR, json_option, memory_dir_option, yes_option
 from shardstore.cli.places import PlaceError
 from shardstore.engine.attempts import list_ranks
 from shardstore.engine.listing import resolve_name, resolve_root
@@ -43,6 +43,7 @@ def memory() -> None:
 @json_option
 def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) -> None:
     """List memory of this user's stores on this host: whose, which steps, how much, alive or dead."""
+    memory_dir = os.path.abspath(memory_dir)
     found = _find(memory_dir, root, name)
     if as_json:
         document = {
@@ -79,7 +80,7 @@ def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) ->
     if dead:
         note(
             f"{size(dead)} are of runs that ended. A restart on this host restores from it; if none will "
-            "come: shardstore memory clear"
+            f"come: shardstore memory clear{_elsewhere(memory_dir)}"
         )
 
 
@@ -160,6 +161,10 @@ def _find(memory_dir: str, root: str | None, name: str | None) -> list[Namespace
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return [namespace for namespace in found if namespace.name in (wanted, name)]
+
+
+def _elsewhere(memory_dir: str) -> str:
+    return "" if memory_dir == MEMORY_DIR else f" --memory-dir {memory_dir}"
 
 
 def _is_alive(namespace: Namespace) -> bool:

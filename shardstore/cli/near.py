@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
@@ -10,6 +11,7 @@ import click
 from shardstore.engine.listing import resolve_disk, resolve_name
 from shardstore.errors import ShardStoreError
 from shardstore.format.gist import Gist, read_gist
+from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import SnapshotId
 from shardstore.format.shardfile import header_length
 from shardstore.tiers.disk import DiskTier
@@ -24,6 +26,7 @@ class Near:
 
     memory: Namespace | None
     disk: DiskTier | None
+    root: DiskTier
 
     def ids(self) -> set[SnapshotId]:
         """Snapshots of which some rank has a file here."""
@@ -40,14 +43,21 @@ class Near:
         return {tier: ranks for tier, ranks in found.items() if ranks}
 
     def gist(self, snapshot_id: SnapshotId) -> Gist | None:
-        """What some copy here says of itself; None if none can be read."""
+        """What some copy here or on the root says of itself; None if none can be read."""
+        for path in self._paths(snapshot_id):
+            gist = _gist(path)
+            if gist is not None and gist.id == snapshot_id:
+                return gist
+        return None
+
+    def _paths(self, snapshot_id: SnapshotId) -> Iterator[str]:
+        """A copy in each tier, near to far."""
         path = self.memory.shard_path(snapshot_id) if self.memory is not None else None
-        gist = _gist(path) if path is not None else None
-        if gist is None and self.disk is not None:
-            for rank in self.disk.list_ranks(snapshot_id)[:1]:
-                folder = os.path.join(self.disk.location, snapshot_id.name)
-                gist = _gist(os.path.join(folder, f"rank-{rank:05d}.safetensors"))
-        return gist if gist is not None and gist.id == snapshot_id else None
+        if path is not None:
+            yield path
+        for tier in (self.root,) if self.disk is None else (self.disk, self.root):
+            for rank in tier.list_ranks(snapshot_id)[:1]:
+                yield os.path.join(tier.location, snapshot_id.name, shard_file_name(rank))
 
 
 def look_near(root: str, *, memory_dir: str, name: str | None, disk: str | None) -> Near:
@@ -67,7 +77,7 @@ def look_near(root: str, *, memory_dir: str, name: str | None, disk: str | None)
     if base is not None:
         location = os.path.join(base, f"shardstore-{os.getuid()}", folder)
         on_disk = DiskTier(location, name="disk", ops=current_ops())
-    return Near(memory, on_disk)
+    return Near(memory, on_disk, DiskTier(root, name="root", ops=current_ops()))
 
 
 def _gist(path: str) -> Gist | None:

@@ -56,8 +56,11 @@ def status_word(status: str, text: str | None = None) -> str:
 
 
 def say_status(status: str, text: str) -> None:
-    """Print a line that begins with `ok`, `warn` or `fail`."""
-    click.echo(f"{status_word(status)}{' ' * (4 - len(status))}  {printable(text)}")
+    """Print a text whose first line begins with `ok`, `warn` or `fail`; further lines are indented."""
+    first, *rest = (printable(line) for line in text.split("\n"))
+    click.echo(f"{status_word(status)}{' ' * (4 - len(status))}{_GAP}{first}")
+    for line in rest:
+        click.echo(f"{' ' * 6}{line}")
 
 
 def size(nbytes: int) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from shardstore.cli.foreign import is_memory, is_root, looks_like, roots_below
+from shardstore.cli.foreign import is_near_tier, is_root, looks_like, roots_below
 from shardstore.cli.output import note
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import resolve_root
@@ -71,7 +71,7 @@ def find_root(text: str, *, may_be_empty: bool = False) -> Place:
         note(f"{path} is one snapshot: its root is {root}")
         return Place(root, given)
     names = _names(path)
-    if is_root(names) and not is_memory(names):
+    if is_root(names) and not is_near_tier(path, names):
         return Place(path)
     if not names:
         if may_be_empty:

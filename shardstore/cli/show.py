@@ -25,10 +25,14 @@ from shardstore.cli.output import (
 from shardstore.cli.parameters import json_option, near_options, root_argument, which_options
 from shardstore.cli.places import find_root
 from shardstore.engine.attempts import Examination, RankFile, examine, list_ranks
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.difference import describe_mesh
+from shardstore.engine.liveness import judge
+from shardstore.format.records import SnapshotId
 
 _MAX_RANKS: Final = 16
 _MAX_TENSORS: Final = 40
+_LIVES: Final = {"alive": "running", "dead": "ended", "unknown": "cannot be seen from here"}
 
 
 @click.command()
@@ -58,14 +62,23 @@ def show(
     near = look_near(place.root, memory_dir=memory_dir, name=name, disk=disk)
     ranks_near = near.ranks(snapshot_id)
     tensors = describe_tensors(found)
+    saved_by = _saved_by(place.catalog, snapshot_id)
     if as_json:
-        write_json(_as_json(place.root, found, tensors, ranks_near))
+        write_json({**_as_json(place.root, found, tensors, ranks_near), "saved_by": saved_by})
     else:
-        _say_facts(found, tensors, ranks_near)
+        _say_facts(found, tensors, ranks_near, saved_by)
         _say_ranks(found.files, full=full)
         _say_tensors(tensors, full=full)
     if found.problems or found.state != "committed":
         click.get_current_context().exit(1)
+
+
+def _saved_by(catalog: Catalog, snapshot_id: SnapshotId) -> str:
+    """Which process, and whether it lives, as far as the record of its run tells."""
+    record = catalog.run_record(snapshot_id.run)
+    if record is None or record.nonce != snapshot_id.nonce:
+        return ""
+    return f"{record.who} ({_LIVES[judge(record, catalog.tier.location).liveness]})"
 
 
 def _facts(found: Examination) -> dict[str, Any]:
@@ -94,7 +107,10 @@ def _facts(found: Examination) -> dict[str, Any]:
 
 
 def _say_facts(
-    found: Examination, tensors: Sequence[DescribedTensor], near: dict[str, tuple[int, ...]]
+    found: Examination,
+    tensors: Sequence[DescribedTensor],
+    near: dict[str, tuple[int, ...]],
+    saved_by: str,
 ) -> None:
     facts = _facts(found)
     stored = sum(file.nbytes or 0 for file in found.files)
@@ -109,6 +125,7 @@ def _say_facts(
         ("state", found.state),
         ("step", str(found.id.step)),
         ("run, save", f"{found.id.run}, {found.id.count}"),
+        ("saved by", saved_by),
         ("created", "" if facts["created"] is None else moment(facts["created"])),
         ("world size", "unknown" if found.world_size is None else str(found.world_size)),
         ("hosts", ", ".join(hosts)),

@@ -66,7 +66,7 @@ def verify(root: str, step: str | None, id_: str | None, mark: bool, as_json: bo
     _say_rest(passed_over, is_named=is_named)
     if not as_json:
         nbytes = sum(audit.nbytes for audit in audits)
-        speed = f", {size(int(nbytes / seconds))}/s" if nbytes and seconds > 0 else ""
+        speed = f", {size(int(nbytes / seconds))}/s" if seconds > 0.5 else ""
         num_bad = sum(bool(audit.findings) and not audit.is_gone for audit in audits)
         verdict = f"{num_bad} of them damaged" if num_bad else "all as they were written"
         if audits:
@@ -86,7 +86,10 @@ def _say(audit: Audit) -> None:
         return
     say_status("fail", f"{facts}  {plural(len(audit.findings), 'finding')}")
     for finding in audit.findings:
-        say(f"      {_where(finding)}: {finding.problem}")
+        first, *rest = finding.problem.split("\n")
+        say(f"      {_where(finding)}: {first}")
+        for line in rest:
+            say(f"      {line}")
 
 
 def _where(finding: Finding) -> str:

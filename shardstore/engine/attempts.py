@@ -126,7 +126,9 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 def missing_files(ranks: Iterable[int]) -> str:
     """Say which ranks' files are not there."""
-    return f"the file of {list_ranks(ranks)} is missing"
+    found = list(ranks)
+    plural = "files of" if found[1:] else "file of"
+    return f"the {plural} {list_ranks(found)} {'are' if found[1:] else 'is'} missing"
 
 
 def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:

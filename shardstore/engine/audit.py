@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,11 @@ def _audit_file(
             part.num_tensors = sum(row.alias_of is None for row in sealed.header.table)
     except (CorruptSnapshotError, FormatError, TierError) as error:
         tensor = error.tensor if isinstance(error, CorruptSnapshotError) else None
-        part.findings.append(Finding(str(error), rank, name, tensor))
+        path = os.path.join(catalog.tier.location, manifest.id.name, name)
+        text = str(error).removeprefix(f"{path}: ")
+        if isinstance(error.__cause__, FileNotFoundError):
+            text = "the file is missing"
+        part.findings.append(Finding(text, rank, name, tensor))
         part.proves_damage |= not isinstance(error, TierError | FormatVersionError)
     part.nbytes = read
     progress(max(0, expected - read))  # what could not be read is done with as well
