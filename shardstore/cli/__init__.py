@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    from shardstore.cli.app import cli
+    from shardstore.cli.app import INTERRUPTED, cli
 
-    cli(prog_name="shardstore")
+    try:
+        cli(prog_name="shardstore")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # A thread may be inside a read that never returns, and would be waited for.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise

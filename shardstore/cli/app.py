@@ -21,7 +21,7 @@ from shardstore.cli.show import show
 from shardstore.cli.verify import verify
 from shardstore.errors import CorruptSnapshotError, FormatError, ShardStoreError, TierError
 
-_INTERRUPTED: Final = 130
+INTERRUPTED: Final = 130
 _BROKEN_PIPE: Final = 141
 
 
@@ -44,7 +44,7 @@ class _Commands(click.Group):
             _leave_pipe()
         except (KeyboardInterrupt, click.Abort):
             note("interrupted")
-            sys.exit(_INTERRUPTED)
+            sys.exit(INTERRUPTED)
         except click.ClickException as error:
             _fail(error, error.exit_code, as_json="--json" in words)
         except ShardStoreError as error:

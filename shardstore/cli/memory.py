@@ -50,7 +50,7 @@ def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) ->
             "command": "memory list",
             "memory_dir": memory_dir,
             "namespaces": [_as_json(namespace, root) for namespace in found],
-            "other_users": other_users(memory_dir),
+            "other_users": other_users(memory_dir, current_ops()),
         }
         write_json(document)
         return
@@ -73,7 +73,7 @@ def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) ->
         say_table(columns, rows)
     else:
         note(f"nothing in {user_folder(memory_dir)}: no store of this user has memory on this host")
-    others = other_users(memory_dir)
+    others = other_users(memory_dir, current_ops())
     if others:
         note(f"other users have memory there as well: {', '.join(others)}")
     dead = sum(namespace.nbytes for namespace in found if not _is_alive(namespace))
@@ -153,7 +153,7 @@ def _say_cleared(found: Sequence[Namespace], results: Sequence[Cleared], *, done
 def _find(memory_dir: str, root: str | None, name: str | None) -> list[Namespace]:
     if not os.path.isdir(memory_dir):
         raise PlaceError(f"{memory_dir} is no folder on this host: give the store's --memory-dir")
-    found = find_namespaces(os.path.abspath(memory_dir))
+    found = find_namespaces(os.path.abspath(memory_dir), current_ops())
     if root is None and name is None:
         return found
     try:

@@ -72,7 +72,7 @@ def look_near(root: str, *, memory_dir: str, name: str | None, disk: str | None)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     assert folder is not None
-    memory = read_namespace(os.path.join(user_folder(memory_dir), folder))
+    memory = read_namespace(os.path.join(user_folder(memory_dir), folder), current_ops())
     on_disk = None
     if base is not None:
         location = os.path.join(base, f"shardstore-{os.getuid()}", folder)

@@ -51,8 +51,11 @@ def write_json(document: dict[str, Any]) -> None:
 def status_word(status: str, text: str | None = None) -> str:
     """`ok`, `warn` or `fail` in its colour, where somebody sees it."""
     word = status if text is None else text
-    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return click.style(word, fg=_COLOURS[status]) if is_coloured else word
+    return click.style(word, fg=_COLOURS[status]) if _is_coloured() else word
+
+
+def _is_coloured() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def say_status(status: str, text: str) -> None:
@@ -99,10 +102,8 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         if total > shutil.get_terminal_size().columns:
             _say_blocks(columns, cells)
             return
-        titles = _line(columns, [column.title for column in columns], widths)
-        click.secho(titles, bold="NO_COLOR" not in os.environ)
-    else:
-        click.echo(_line(columns, [column.title for column in columns], widths))
+    titles = _line(columns, [column.title for column in columns], widths)
+    click.echo(click.style(titles, bold=True) if _is_coloured() else titles)
     if cells:
         click.echo("\n".join(_line(columns, row, widths) for row in cells))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from shardstore.errors import CorruptSnapshotError, FormatError, TierError
 from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
 from shardstore.format.marks import MARKS, Mark
 from shardstore.format.records import Manifest, SnapshotId
+from shardstore.tiers.base import RootTier
 from shardstore.tiers.marks import marks_among
 
 _FILE: Final = re.compile(r"rank-(\d{5,})\.safetensors(\.tmp)?")
@@ -138,7 +140,7 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
         TierError: Its folder cannot be read.
     """
     entry = catalog.entry(snapshot_id)
-    sizes, temps, others = _files_in(os.path.join(catalog.tier.location, snapshot_id.name))
+    sizes, temps, others = _files_in(catalog.tier, snapshot_id)
     problems = [entry.problem] if entry.problem else []
     shards: dict[int, SealedShard] = {}
     manifest = entry.manifest
@@ -171,30 +173,21 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     )
 
 
-def _files_in(folder: str) -> tuple[dict[int, int], dict[int, int], tuple[str, ...]]:
+def _files_in(
+    tier: RootTier, snapshot_id: SnapshotId
+) -> tuple[dict[int, int], dict[int, int], tuple[str, ...]]:
     """Sizes of final files and of files under temp names, by rank; and all other names."""
     sizes: dict[int, int] = {}
     temps: dict[int, int] = {}
     others: list[str] = []
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:
-        entries = []
-    except OSError as error:
-        raise TierError(
-            f"root: {folder} cannot be read: {error.strerror}",
-            tier="root", key=folder, operation="list",
-        ) from error  # fmt: skip
-    for found in entries:
-        match = _FILE.fullmatch(found.name)
+    for name, nbytes in sorted(tier.list_names(snapshot_id.name)):
+        match = _FILE.fullmatch(name)
         if match is None:
-            others.append(found.name)
+            others.append(name)
             continue
-        try:
-            nbytes = found.stat(follow_symlinks=False).st_size if not found.is_symlink() else -1
-        except OSError:
-            continue  # it went between the two calls
-        (temps if match[2] else sizes)[int(match[1])] = nbytes
+        path = os.path.join(tier.location, snapshot_id.name, name)
+        is_file = stat.S_ISREG(os.lstat(path).st_mode) if os.path.lexists(path) else True
+        (temps if match[2] else sizes)[int(match[1])] = nbytes if is_file else -1
     return sizes, temps, tuple(others)
 
 
@@ -205,7 +198,7 @@ def _listed(manifest: Manifest, sizes: Mapping[int, int]) -> tuple[RankFile, ...
         if found is None:
             problem = "missing"
         elif found < 0:
-            problem = "is a symbolic link"
+            problem = "is a link or a folder, no file"
         elif found != shard.nbytes:
             problem = f"has {found:,} bytes, the manifest says {shard.nbytes:,}"
         files.append(RankFile(shard.rank, found, shard.nbytes, shard.host, problem))

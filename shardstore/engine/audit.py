@@ -96,14 +96,15 @@ def audit_snapshot(
             audit.findings += part.findings
             audit.proves_damage |= part.proves_damage
 
-    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardstore-audit") as pool:
-        try:
-            for done in [pool.submit(check, rank) for rank in range(manifest.world_size)]:
-                done.result()
-        except BaseException:  # an interrupt: nobody waits for the rest of large files
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardstore-audit")
+    try:
+        for done in [pool.submit(check, rank) for rank in range(manifest.world_size)]:
+            done.result()
+    except BaseException:  # an interrupt: nobody waits for the rest of large files
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     audit.findings.sort(key=lambda f: (f.rank is not None, f.rank or 0))
     if audit.findings:
         audit.is_gone = _is_gone(catalog, snapshot_id)

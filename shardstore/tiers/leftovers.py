@@ -102,7 +102,7 @@ def user_folder(memory_dir: str) -> str:
     return os.path.join(memory_dir, f"shardstore-{os.getuid()}")
 
 
-def find_namespaces(memory_dir: str) -> list[Namespace]:
+def find_namespaces(memory_dir: str, ops: FileOps) -> list[Namespace]:
     """Every namespace of this user, by name; none where there never was one.
 
     Raises:
@@ -111,14 +111,14 @@ def find_namespaces(memory_dir: str) -> list[Namespace]:
     folder = user_folder(memory_dir)
     with translated("memory", "list", folder):
         try:
-            names = sorted(os.listdir(folder))
+            names = sorted(ops.list_folder(folder))
         except FileNotFoundError:
             return []
-    found = (read_namespace(os.path.join(folder, name)) for name in names)
+    found = (read_namespace(os.path.join(folder, name), ops) for name in names)
     return [namespace for namespace in found if namespace is not None]
 
 
-def read_namespace(path: str) -> Namespace | None:
+def read_namespace(path: str, ops: FileOps) -> Namespace | None:
     """Look into one namespace folder; None if there is none, or it is no folder of this user.
 
     Raises:
@@ -134,44 +134,41 @@ def read_namespace(path: str) -> Namespace | None:
 
     def owner(nonce: str, rank: int) -> Owner:
         if (nonce, rank) not in owners:
-            owners[nonce, rank] = _owner(path, nonce, rank)
+            owners[nonce, rank] = _owner(path, nonce, rank, ops)
         return owners[nonce, rank]
 
     files: list[MemoryFile] = []
     with translated("memory", "list", path):
-        for inner in _scan(path):
-            lock, slot = _LOCK.fullmatch(inner.name), _SLOT.fullmatch(inner.name)
-            snapshot_id = SnapshotId.parse(inner.name)
+        for name in _names(path, ops):
+            inner = os.path.join(path, name)
+            lock, slot = _LOCK.fullmatch(name), _SLOT.fullmatch(name)
+            snapshot_id = SnapshotId.parse(name)
             if lock:
                 owner(lock[1], int(lock[2]))
             elif slot:
-                rank = int(slot[2])
-                files += _file(inner, rank, owner(slot[1], rank), None)
-            elif snapshot_id is not None and inner.is_dir(follow_symlinks=False):
-                for shard in _scan(inner.path):
-                    match = _SHARD.fullmatch(shard.name)
+                files += _file(inner, int(slot[2]), owner(slot[1], int(slot[2])), None)
+            elif snapshot_id is not None:
+                for shard in _names(inner, ops):
+                    match = _SHARD.fullmatch(shard)
                     if match:
-                        rank = int(match[1])
+                        file = os.path.join(inner, shard)
+                        whose = owner(snapshot_id.nonce, int(match[1]))
                         is_mark = match[2] != "safetensors"
-                        files += _file(
-                            shard,
-                            rank,
-                            owner(snapshot_id.nonce, rank),
-                            snapshot_id,
-                            is_mark=is_mark,
-                        )
+                        files += _file(file, int(match[1]), whose, snapshot_id, is_mark=is_mark)
     return Namespace(os.path.basename(path), path, tuple(files), tuple(owners.values()))
 
 
-def _scan(path: str) -> list[os.DirEntry[str]]:
+def _names(path: str, ops: FileOps) -> list[str]:
+    if os.path.islink(path):
+        return []
     try:
-        return sorted(os.scandir(path), key=lambda entry: entry.name)
-    except FileNotFoundError:  # it went meanwhile
+        return sorted(ops.list_folder(path))
+    except (FileNotFoundError, NotADirectoryError):  # it went meanwhile
         return []
 
 
 def _file(
-    entry: os.DirEntry[str],
+    path: str,
     rank: int,
     owner: Owner,
     snapshot_id: SnapshotId | None,
@@ -179,19 +176,19 @@ def _file(
     is_mark: bool = False,
 ) -> Iterator[MemoryFile]:
     try:
-        nbytes = entry.stat(follow_symlinks=False).st_blocks * 512
+        nbytes = os.lstat(path).st_blocks * 512
     except OSError:
         return  # it went meanwhile
-    yield MemoryFile(entry.path, nbytes, rank, owner, snapshot_id, is_mark)
+    yield MemoryFile(path, nbytes, rank, owner, snapshot_id, is_mark)
 
 
-def _owner(folder: str, nonce: str, rank: int) -> Owner:
+def _owner(folder: str, nonce: str, rank: int, ops: FileOps) -> Owner:
     """Ask the kernel who holds the lock; nothing is taken."""
     path = lock_path(folder, nonce, rank)
     if ownership.is_held_here(path):
         return Owner(nonce, rank, is_alive=True, pid=os.getpid())
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = ops.open_existing(path)
     except OSError:
         return Owner(nonce, rank, is_alive=False, pid=0)
     try:
@@ -258,7 +255,7 @@ def _remove_empty(namespace: Namespace, ops: FileOps) -> None:
             pass  # not empty, or gone
 
 
-def other_users(memory_dir: str) -> list[str]:
+def other_users(memory_dir: str, ops: FileOps) -> list[str]:
     """Folders of other users, into which nobody else sees.
 
     Raises:
@@ -266,7 +263,7 @@ def other_users(memory_dir: str) -> list[str]:
     """
     own = os.path.basename(user_folder(memory_dir))
     try:
-        names = os.listdir(memory_dir)
+        names = ops.list_folder(memory_dir)
     except OSError as error:
         raise TierError(
             f"memory: {memory_dir} cannot be read: {error.strerror}",

@@ -30,7 +30,7 @@ def check_host(memory_dir: str, ops: FileOps, *, has_root: bool) -> list[Check]:
     """All checks that need no root; with one a store can do without memory that outlives its process."""
     return [
         _tmpfs(memory_dir, ops, has_root=has_root),
-        _leftovers(memory_dir),
+        _leftovers(memory_dir, ops),
         _control_group(ops),
         _locked_memory(),
         _open_files(),
@@ -60,10 +60,10 @@ def _tmpfs(memory_dir: str, ops: FileOps, *, has_root: bool) -> Check:
     return Check(name, "ok", found, facts=facts)
 
 
-def _leftovers(memory_dir: str) -> Check:
+def _leftovers(memory_dir: str, ops: FileOps) -> Check:
     name = "memory of ended runs"
     try:
-        namespaces = find_namespaces(memory_dir)
+        namespaces = find_namespaces(memory_dir, ops)
     except TierError as error:
         return Check(name, "warn", str(error), "Remove the folder, or give it back to this user.")
     dead = [n for n in namespaces if not any(owner.is_alive for owner in n.owners)]
