@@ -86,14 +86,18 @@ def _fail(error: Exception, code: int, *, as_json: bool) -> NoReturn:
 
 @click.group(
     cls=_Commands,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 all is well (diff: equal); 1 a problem was found (diff: they differ); "
     "2 the command cannot be done as given, as on a wrong path; 130 interrupted. "
     "Every command has --json: one JSON document on stdout, messages on stderr.",
 )
 @click.version_option(package_name="shardstore", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Look at snapshots, check them, and clean up after runs."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 for _command in (list_, show, verify, diff, pin, unpin, prune_, gc_, memory, doctor):

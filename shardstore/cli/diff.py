@@ -28,7 +28,7 @@ _MAX_SHOWN: Final = 40
 @click.option("--full", is_flag=True, help="Every difference, however many.")
 @json_option
 def diff(root: str, a: str, b: str, other: str | None, full: bool, as_json: bool) -> None:
-    """Compare snapshots A and B of ROOT: names, shapes, dtypes, bytes, leaves, metadata.
+    """Compare snapshots A and B: tensors, leaves, metadata.
 
     A and B are steps or ids, or "newest". Tensors with equal digests are not read. Bytes are counted as
     they are stored, each rank's copy by itself; for other topologies once per element. Exit code 1 if

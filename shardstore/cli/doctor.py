@@ -24,9 +24,9 @@ from shardstore.tiers.places import nearest
 @memory_dir_option
 @json_option
 def doctor(root: str | None, no_speed: bool, memory_dir: str, as_json: bool) -> None:
-    """Check this host, and ROOT if given: memory, limits, rights, exclusive create, fsync, speeds.
+    """Check this host, and ROOT: memory, limits, rights, speeds.
 
-    Nothing is left behind in ROOT. Run it as the user and in the container of the job. Exit code 1 if a
+    Also that ROOT honours exclusive create and fsync.     Nothing is left behind in ROOT. Run it as the user and in the container of the job. Exit code 1 if a
     check fails; warnings alone are 0.
     """
     checks = _run(root, memory_dir=os.path.abspath(memory_dir), with_speed=not no_speed)

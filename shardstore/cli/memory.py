@@ -31,9 +31,12 @@ _root_option = click.option(
 _name_option = click.option("--name", metavar="NAME", help="Only the memory of this name.")
 
 
-@click.group()
-def memory() -> None:
-    """See or free what runs keep in host memory on this host."""
+@click.group(invoke_without_command=True)
+@click.pass_context
+def memory(ctx: click.Context) -> None:
+    """See or free what runs keep in host memory."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @memory.command("list")
@@ -42,7 +45,7 @@ def memory() -> None:
 @memory_dir_option
 @json_option
 def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) -> None:
-    """List memory of this user's stores on this host: whose, which steps, how much, alive or dead."""
+    """List what stores of this user keep: which steps, alive or dead."""
     memory_dir = os.path.abspath(memory_dir)
     found = _find(memory_dir, root, name)
     if as_json:
@@ -91,7 +94,7 @@ def list_(root: str | None, name: str | None, memory_dir: str, as_json: bool) ->
 @memory_dir_option
 @json_option
 def clear(root: str | None, name: str | None, yes: bool, memory_dir: str, as_json: bool) -> None:
-    """Free memory of runs that ended; what a process holds is left alone.
+    """Free memory of runs that ended; what a process holds stays.
 
     A snapshot that was only in memory is lost by it.
     """

@@ -17,7 +17,7 @@ _step_argument = click.argument("step", metavar="STEP")
 @_step_argument
 @json_option
 def pin(root: str, step: str, as_json: bool) -> None:
-    """Keep the snapshots at STEP whatever the policy says, until they are unpinned.
+    """Exempt the snapshots at STEP from retention.
 
     STEP may be an id, for one of several at a step, or "newest".
     """
@@ -29,7 +29,7 @@ def pin(root: str, step: str, as_json: bool) -> None:
 @_step_argument
 @json_option
 def unpin(root: str, step: str, as_json: bool) -> None:
-    """Leave the snapshots at STEP to the policy again.
+    """Leave the snapshots at STEP to retention again.
 
     STEP may be an id, for one of several at a step, or "newest".
     """

@@ -51,7 +51,7 @@ def show(
     name: str | None,
     disk: str | None,
 ) -> None:
-    """Show one snapshot in ROOT: topology, ranks, tensors, tiers, health.
+    """Show one snapshot: topology, ranks, tensors, tiers, health.
 
     Health is judged by the manifest and by the names and sizes of files; "verify" reads the bytes. Exit
     code 1 if it is not a whole, committed snapshot. ROOT may be the folder of a snapshot as well.

@@ -22,9 +22,9 @@ from shardstore.engine.audit import Audit, Finding, audit_snapshot
 @click.option("--mark", is_flag=True, help="Mark what is damaged: retention counts it no more.")
 @json_option
 def verify(root: str, step: str | None, id_: str | None, mark: bool, as_json: bool) -> None:
-    """Read snapshots in ROOT and compare every digest: manifest, headers, tensors.
+    """Read snapshots whole and compare every digest.
 
-    Exit code 1 if anything is not as it was written; each finding names the rank, file and tensor. Attempts
+    Of manifests, headers and tensors. Exit code 1 if anything is not as it was written; each finding names the rank, file and tensor. Attempts
     that were never committed are no snapshots, and not read. Memory stays under 256 MiB. Nothing is
     written, except with --mark.
     """

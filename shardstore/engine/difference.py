@@ -240,11 +240,11 @@ def _note_only(
 
 
 def _distinct(tensor: _Tensor) -> list[StoredPiece]:
-    """One piece for each box: replicas are left out."""
-    by_box: dict[TensorSlice, StoredPiece] = {}
-    for rank in sorted(tensor.pieces):
-        by_box.setdefault(tensor.pieces[rank].box, tensor.pieces[rank])
-    return [piece for box, piece in by_box.items() if box.num_elements]
+    """One piece for each box and content: replicas are left out, unless they differ."""
+    found: dict[tuple[TensorSlice, str], StoredPiece] = {}
+    for _, piece in sorted(tensor.pieces.items()):
+        found.setdefault((piece.box, piece.digest), piece)
+    return [piece for piece in found.values() if piece.box.num_elements]
 
 
 def _overlapping(

@@ -171,6 +171,12 @@ def test_other_topologies_are_compared_element_by_element(folder: str) -> None:
         "rows": ("bytes", expected, 7 * 5 * 4),
         "columns": ("bytes", expected, 7 * 5 * 4),
     }
+    # A replica that differs from the others is seen as well.
+    document = run_json("diff", sharded, "2", "1", "--other", Path(folder) / "one", code=1)
+    found = {t["name"]: (t["kind"], t["differing_bytes"], t["ranks"]) for t in document["tensors"]}
+    assert found["replica"][0] == "bytes"
+    assert 0 < found["replica"][1] <= 4 * 5
+    assert found["replica"][2] == [1]
     # The same topology: each rank's copy by itself, so a replica that differs is seen.
     document = run_json("diff", sharded, "1", "2", code=1)
     ranks = {t["name"]: t["ranks"] for t in document["tensors"]}

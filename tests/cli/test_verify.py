@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardstore.engine.audit import audit_snapshot
 from shardstore.engine.catalog import Catalog
 from shardstore.format.records import SnapshotId
+from shardstore.format.shardfile import encode_header
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 from tests.cli.conftest import Roots, flip_byte, run, run_json, snapshot
@@ -98,6 +100,23 @@ def test_file_that_is_not_the_listed_one_is_found(roots: Roots, copy_of: Copy, c
     assert (finding["rank"], finding["file"]) == (1, file.name)
     if change == "gone":
         assert finding["problem"] == "the file is missing"
+
+
+def test_sound_file_of_the_same_name_that_the_manifest_does_not_list_is_found(
+    roots: Roots, copy_of: Copy
+) -> None:
+    root = copy_of(roots.two)
+    file = snapshot(root, 20) / "rank-00001.safetensors"
+    snapshot_id = SnapshotId.parse(file.parent.name)
+    assert snapshot_id is not None
+    sealed = Catalog(DiskTier(str(root), name="root", ops=FileOps())).read_header(snapshot_id, 1)
+    assert sealed.layout is not None
+    header = msgspec.structs.replace(sealed.header, metadata={"forged": True})
+    data = file.read_bytes()
+    file.write_bytes(encode_header(header, sealed.layout) + data[sealed.layout.data_start :])
+    (bad,) = run_json("verify", root, "--step", "20", code=1)["snapshots"]
+    (finding,) = bad["findings"]
+    assert "is not the file that the manifest lists: header digest" in finding["problem"]
 
 
 def test_damaged_manifest_is_a_finding(roots: Roots, copy_of: Copy) -> None:
