@@ -10,6 +10,7 @@ import click
 from shardstore.cli.output import note, plural
 from shardstore.cli.places import Place, PlaceError
 from shardstore.engine.catalog import Catalog
+from shardstore.errors import TierError
 from shardstore.format.records import SnapshotId
 
 _MAX_LISTED: Final = 8
@@ -27,7 +28,7 @@ def choose_one(place: Place, *, step: str | None, id_: str | None) -> SnapshotId
     found = _named(place, step, id_)
     if found is None:
         return _newest(place.catalog, place.root)
-    committed = [i for i in found if place.catalog.state(i) == "committed"]
+    committed = [i for i in found if _state(place.catalog, i) == "committed"]
     if len(committed) == 1:
         if len(found) > 1:
             others = ", ".join(i.name for i in found if i != committed[0])
@@ -38,7 +39,7 @@ def choose_one(place: Place, *, step: str | None, id_: str | None) -> SnapshotId
     several = committed or found
     raise PlaceError(
         f"step {several[0].step} is there {len(several)} times, from several runs or saves. Say which one "
-        f"with --id, oldest first:\n" + "\n".join(f"  {i.name}" for i in several)
+        f"by its id, oldest first:\n" + "\n".join(f"  {i.name}" for i in several)
     )
 
 
@@ -117,10 +118,18 @@ def parse_step(text: str) -> int:
     return int(text)
 
 
+def _state(catalog: Catalog, snapshot_id: SnapshotId) -> str:
+    """Of a register; one that cannot be read must not hide the others."""
+    try:
+        return catalog.state(snapshot_id)
+    except TierError:
+        return "damaged"
+
+
 def _newest(catalog: Catalog, root: str) -> SnapshotId:
     ids = catalog.ids()
     for snapshot_id in reversed(ids):
-        if catalog.state(snapshot_id) == "committed":
+        if _state(catalog, snapshot_id) == "committed":
             return snapshot_id
     if not ids:
         raise PlaceError(f"there is no snapshot in {root}: runs began, none saved one")

@@ -98,7 +98,7 @@ def _say(found: list[Orphan], going: list[Orphan], failed: dict[str, str], *, do
         say("nothing may go")
     else:
         say(f"{total} removed" if done else f"{total} would be removed: add --yes")
-    if any(o.liveness == "unknown" and not o.may_go for o in found):
+    if any(o.liveness == "unknown" and not o.may_go and o.kind != "unreadable" for o in found):
         note(
             "of some nobody can say here whether their run lives. If you know that none does: --unknown"
         )

@@ -174,7 +174,7 @@ def _say_ranks(files: Sequence[RankFile], *, full: bool) -> None:
         [
             str(file.rank),
             file.host,
-            "" if file.nbytes is None else size(max(0, file.nbytes)),
+            "" if file.nbytes is None else size(file.nbytes),
             file.problem.split("\n")[0] or "ok",
         ]
         for file in sorted(shown, key=lambda file: file.rank)

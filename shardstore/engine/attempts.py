@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardstore.engine.catalog import Catalog, SealedShard, State
+from shardstore.engine.catalog import Catalog, RootEntry, SealedShard, State
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
 from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
 from shardstore.format.marks import MARKS, Mark
@@ -102,7 +102,13 @@ def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
     if entry.state == "aborted":
         reason = entry.manifest.reason if entry.manifest is not None else ""
         return Attempt(snapshot_id, "aborted", why=reason)
-    return Attempt(snapshot_id, entry.state, why=entry.problem, marks=marks)
+    return Attempt(snapshot_id, entry.state, why=manifest_problem(catalog, entry), marks=marks)
+
+
+def manifest_problem(catalog: Catalog, entry: RootEntry) -> str:
+    """What is wrong with a manifest, for whoever knows which one it is."""
+    path = os.path.join(catalog.tier.location, entry.id.name, MANIFEST_NAME)
+    return entry.problem.removeprefix(f"{catalog.tier.name}: {path}: ")
 
 
 def _files_of(ranks: Iterable[int]) -> str:
@@ -136,12 +142,15 @@ def missing_files(ranks: Iterable[int]) -> str:
 def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     """Look at one attempt: its register, its files by name and size, and headers where it has no register.
 
-    Raises:
-        TierError: Its folder cannot be read.
+    What cannot be read is a problem of it, no error.
     """
-    entry = catalog.entry(snapshot_id)
-    sizes, temps, others = _files_in(catalog.tier, snapshot_id)
-    problems = [entry.problem] if entry.problem else []
+    try:
+        entry = catalog.entry(snapshot_id)
+        sizes, temps, others = _files_in(catalog.tier, snapshot_id)
+    except TierError as error:
+        entry = RootEntry(snapshot_id, "damaged", problem=str(error))
+        sizes, temps, others = {}, {}, ()
+    problems = [manifest_problem(catalog, entry)] if entry.problem else []
     shards: dict[int, SealedShard] = {}
     manifest = entry.manifest
     if manifest is not None and entry.state == "committed":
@@ -176,7 +185,10 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
 def _files_in(
     tier: RootTier, snapshot_id: SnapshotId
 ) -> tuple[dict[int, int], dict[int, int], tuple[str, ...]]:
-    """Sizes of final files and of files under temp names, by rank; and all other names."""
+    """Sizes of final files and of files under temp names, by rank; and all other names.
+
+    The size of what has a file's name, but is none, is -1.
+    """
     sizes: dict[int, int] = {}
     temps: dict[int, int] = {}
     others: list[str] = []
@@ -198,7 +210,7 @@ def _listed(manifest: Manifest, sizes: Mapping[int, int]) -> tuple[RankFile, ...
         if found is None:
             problem = "missing"
         elif found < 0:
-            problem = "is a link or a folder, no file"
+            found, problem = None, "is no file: a link, a folder or a pipe"
         elif found != shard.nbytes:
             problem = f"has {found:,} bytes, the manifest says {shard.nbytes:,}"
         files.append(RankFile(shard.rank, found, shard.nbytes, shard.host, problem))
@@ -234,7 +246,10 @@ def _unlisted(
                     f"its file was not finished ({temps[rank]:,} bytes under a temporary name)"
                 )
         host = shards[rank].header.host if rank in shards else ""
-        files.append(RankFile(rank, sizes.get(rank), None, host, problem))
+        nbytes = sizes.get(rank)
+        files.append(
+            RankFile(rank, None if nbytes is None or nbytes < 0 else nbytes, None, host, problem)
+        )
     return tuple(files)
 
 

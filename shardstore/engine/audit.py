@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from shardstore.engine.attempts import manifest_problem
 from shardstore.engine.catalog import Catalog, SealedShard, check_identity, read_sealed_header
 from shardstore.engine.spans import SpanDigests
 from shardstore.engine.verify import check_listed
@@ -73,7 +74,10 @@ def audit_snapshot(
         return audit
     if entry.manifest is None or entry.state != "committed":
         audit.proves_damage = entry.state == "damaged"
-        problem = entry.problem or f"the attempt is {entry.state}: there is no committed snapshot"
+        problem = (
+            manifest_problem(catalog, entry)
+            or f"the attempt is {entry.state}: there is no committed snapshot"
+        )
         audit.findings.append(Finding(problem))
         return audit
     manifest = entry.manifest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardstore import SnapshotStore
@@ -99,7 +101,7 @@ def test_link_in_place_of_a_file_is_a_problem(roots: Roots, copy_of: Copy) -> No
     file = snapshot(root, 20) / "rank-00001.safetensors"
     target = file.rename(root / "elsewhere")
     file.symlink_to(target)
-    assert "is a link" in run("show", root, code=1).stdout
+    assert "is no file: a link" in run("show", root, code=1).stdout
 
 
 def test_damaged_manifest_is_explained_and_headers_are_shown_instead(
@@ -113,6 +115,29 @@ def test_damaged_manifest_is_explained_and_headers_are_shown_instead(
     assert "manifest digest is" in document["problems"][0]
     assert document["world_size"] == 2
     assert document["tensors"]
+
+
+@pytest.mark.parametrize("what", ["a folder as manifest", "a file as folder"])
+def test_what_cannot_be_read_is_shown_and_hides_nothing_else(
+    roots: Roots, copy_of: Copy, what: str
+) -> None:
+    root = copy_of(roots.one)
+    broken = snapshot(root, 300)
+    if what == "a folder as manifest":
+        (broken / "manifest.json").unlink()
+        (broken / "manifest.json").mkdir()
+    else:
+        shutil.rmtree(broken)
+        broken.touch()
+    document = run_json("show", root, "--step", "300", code=1)
+    assert document["state"] == "damaged"
+    assert "directory" in document["problems"][0]
+    assert run_json("show", root)["step"] == 200, "the newest that can be relied on"
+    assert [s["step"] for s in run_json("list", root)["snapshots"]] == [100, 200]
+    states = [s["state"] for s in run_json("list", root, "--all")["snapshots"]]
+    assert states == ["committed", "committed", "damaged"]
+    assert [s["ok"] for s in run_json("verify", root, code=1)["snapshots"]] == [True, True, False]
+    run("diff", root, "100", "200", code=1)
 
 
 def test_aborted_attempt_says_why(roots: Roots, copy_of: Copy) -> None:

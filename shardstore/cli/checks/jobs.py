@@ -30,7 +30,7 @@ def check_jobs(catalog: Catalog) -> list[Check]:
         ]
     if alive:
         return [Check(name, "ok", named, facts=facts)]
-    text = f"none of {len(records)} runs is alive" if records else "no run has saved here yet"
+    text = f"none of {len(records)} runs is alive" if records else "there are no records of runs"
     if unknown:
         text += f"; of {len(unknown)} nobody can say here (run {unknown[-1]}: {judged[unknown[-1]].why})"
     return [Check(name, "ok", text, facts=facts)]
