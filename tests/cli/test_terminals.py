@@ -181,14 +181,14 @@ def test_reader_that_leaves_is_no_error(roots: Roots, command: str) -> None:
 
 
 _STUCK = """
-import sys, threading
+import os, threading
 from shardstore.cli import main
 from shardstore.tiers.fileops import FileOps, use_ops
 
 class Stuck(FileOps):
     def read_at(self, fd, into, offset):
         if threading.current_thread() is not threading.main_thread():
-            print("reading", flush=True)
+            os.write(1, b"reading\\n")
             threading.Event().wait()
         return super().read_at(fd, into, offset)
 
@@ -202,11 +202,11 @@ def test_interrupt_ends_it_even_inside_a_read_that_never_returns(roots: Roots) -
         [sys.executable, "-c", _STUCK, "verify", str(roots.two)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
     ) as stuck:  # fmt: skip
-        assert stuck.stdout is not None
-        assert stuck.stdout.readline() == "reading\n"
-        stuck.send_signal(signal.SIGINT)
         try:
-            _, err = stuck.communicate(timeout=30)
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == "reading\n"
+            stuck.send_signal(signal.SIGINT)
+            _, err = stuck.communicate(timeout=60)
         finally:
             stuck.kill()
     assert stuck.returncode == 130
