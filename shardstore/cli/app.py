@@ -49,6 +49,11 @@ class _Commands(click.Group):
             _fail(error, error.exit_code, as_json="--json" in words)
         except ShardStoreError as error:
             _fail(error, _exit_code(error), as_json="--json" in words)
+        except OSError as error:
+            _fail(error, 1, as_json="--json" in words)
+        except RecursionError:
+            text = "metadata or leaves in this snapshot are nested too deeply to be shown"
+            _fail(click.ClickException(text), 1, as_json="--json" in words)
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardstore import SnapshotStore
+from shardstore.cli.app import cli
+from shardstore.format.digests import digest_around
 from tests.cli.conftest import Roots, flip_byte, run, run_json, snapshot
 from tests.ranks import run_ranks
 
@@ -181,3 +184,27 @@ def test_other_topologies_are_compared_element_by_element(folder: str) -> None:
     document = run_json("diff", sharded, "1", "2", code=1)
     ranks = {t["name"]: t["ranks"] for t in document["tensors"]}
     assert ranks == {"rows": [0, 1], "replica": [1], "own": [0, 1]}
+
+
+@pytest.mark.parametrize("depth", [60, 400, 5000])
+def test_metadata_nested_however_deeply_ends_in_an_answer(
+    roots: Roots, copy_of: Copy, depth: int
+) -> None:
+    root = copy_of(roots.one)
+    for step in (100, 200):
+        manifest = snapshot(root, step) / "manifest.json"
+        nested = b"[" * depth + str(step).encode() + b"]" * depth
+        data = manifest.read_bytes().replace(b'{"step":%d}' % step, nested)
+        assert nested in data
+        at = data.index(b":") + 2
+        manifest.write_bytes(data[:at] + digest_around(data, at).encode() + data[at + 32 :])
+    for words in (
+        ["list", root, "--all"],
+        ["show", root, "--step", "100"],
+        ["diff", root, "100", "200"],
+    ):
+        for extra in ([], ["--json"]):
+            result = CliRunner().invoke(cli, [str(word) for word in [*words, *extra]])
+            assert isinstance(result.exception, SystemExit | None)
+            assert result.exit_code in (0, 1)
+            assert result.output
