@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.errors import CoordinationError, ShardStoreError, SnapshotNotFoundError
 from shardstore.format.records import SnapshotId
@@ -83,11 +84,20 @@ def _find(session: Session, values: list[bytes]) -> _Found:
     try:
         if session.catalog is not None:
             on_root = [i for i in session.catalog.ids() if i.step == steps[0]]
-            listed = ("committed", "damaged")
-            wanted |= {i for i in on_root if session.catalog.state(i) in listed}
+            wanted |= {i for i in on_root if _is_restorable(session.catalog, i)}
     except (ShardStoreError, OSError) as error:
         return _Found(failure=failure_of(error, 0))
     return _Found(tuple(sorted(wanted, key=lambda i: i.order)))
+
+
+def _is_restorable(catalog: Catalog, snapshot_id: SnapshotId) -> bool:
+    """Whether it is listed, or what a start would commit after all."""
+    if catalog.state(snapshot_id) != "torn":
+        return catalog.is_listed(snapshot_id)
+    try:
+        return catalog.whole_shards(snapshot_id) is not None
+    except ShardStoreError:
+        return False
 
 
 def _remove(session: Session, ids: tuple[SnapshotId, ...]) -> _Found:

@@ -11,7 +11,7 @@ from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_h
 from shardstore.engine.passing import PassingShard, merged_spans, truncated
 from shardstore.engine.progress import Work
 from shardstore.engine.ranks import header_in_job
-from shardstore.engine.verify import Verifier
+from shardstore.engine.verify import Verifier, check_listed
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -181,7 +181,7 @@ def _load_from(
     header = sealed.header
     check_identity(header, candidate.id, session.rank, source=reader.source)
     if manifest is not None:
-        _check_entry(manifest, sealed, reader)
+        check_listed(manifest, sealed, reader)
     _note_versions(session, header)
     plan = match_state(
         state,
@@ -233,25 +233,6 @@ def _note_versions(session: Session, header: ShardHeader) -> None:
             "%s was written with torch %s, this is %s: the bytes are the same, but training may not go "
             "on bit for bit",
             header.id, saved, current,
-        )  # fmt: skip
-
-
-def _check_entry(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -> None:
-    """Check that the manifest lists this very file, and says of it what the file itself says."""
-    header, entry = sealed.header, manifest.shards[sealed.header.rank]
-    listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
-    found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
-    if listed != found:
-        labels = ("header digest", "bytes", "table digest", "world size")
-        differing = ", ".join(
-            f"{label} {is_} instead of {want}"
-            for label, is_, want in zip(labels, found, listed, strict=True)
-            if is_ != want
-        )
-        raise CorruptSnapshotError(
-            f"{reader.source} is not the file that the manifest lists: {differing}",
-            tier=reader.tier, file=reader.source,
-            expected=entry.header_digest, actual=sealed.digest,
         )  # fmt: skip
 
 

@@ -101,6 +101,9 @@ def _mark_own(session: Session, found: _Found, *, on: bool) -> Failure | None:
                     tier.drop_mark(snapshot_id, "pinned")
         except ShardStoreError as error:
             failure = failure_of(error, session.rank)
+        is_on_disk = session.on_disk is not None and session.on_disk.disk.has(snapshot_id)
+        if on and not is_on_disk:
+            session.memory.mark_only_here(snapshot_id)
         with session.lock:
             (session.pinned.add if on else session.pinned.discard)(snapshot_id)
     return failure

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from shardstore.engine.catalog import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
+from shardstore.format.records import Manifest
 from shardstore.tiers.base import ShardReader
 
 
@@ -60,3 +61,26 @@ class Verifier:
                 f"{self._reader.source} is truncated: tensor {name} is not whole",
                 tier=self._reader.tier, file=self._reader.source, tensor=name,
             )  # fmt: skip
+
+
+def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -> None:
+    """Check that the manifest lists this very file, and says of it what the file itself says.
+
+    Raises:
+        CorruptSnapshotError: It does not.
+    """
+    header, entry = sealed.header, manifest.shards[sealed.header.rank]
+    listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
+    found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
+    if listed != found:
+        labels = ("header digest", "bytes", "table digest", "world size")
+        differing = ", ".join(
+            f"{label} {is_} instead of {want}"
+            for label, is_, want in zip(labels, found, listed, strict=True)
+            if is_ != want
+        )
+        raise CorruptSnapshotError(
+            f"{reader.source} is not the file that the manifest lists: {differing}",
+            tier=reader.tier, file=reader.source,
+            expected=entry.header_digest, actual=sealed.digest,
+        )  # fmt: skip

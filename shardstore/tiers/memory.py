@@ -118,6 +118,13 @@ class MemoryTier:
                     slot.is_safe, slot.is_leaving = True, False
             self._changed.notify_all()
 
+    def mark_only_here(self, snapshot_id: SnapshotId) -> None:
+        """This one is pinned and nowhere further out: its memory serves nothing else any more."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.id == snapshot_id:
+                    slot.is_safe = False
+
     def mark_stays(self, snapshot_id: SnapshotId) -> None:
         """This one was asked to go further out, and could not."""
         with self._changed:

@@ -67,6 +67,12 @@ def acquire(path: str, *, wait_s: float = 0.0) -> Holder | None:
         time.sleep(_POLL_S)
 
 
+def is_held_here(path: str) -> bool:
+    """Whether this process holds a lock. Opening its file instead, and closing it, would drop the lock."""
+    with _registry:
+        return path in _held
+
+
 def _read_pid(fd: int) -> int:
     text = os.pread(fd, 20, 0)
     return int(text) if text.isdigit() else 0

@@ -1,0 +1,57 @@
+"""`shardstore pin` and `unpin`: exempt snapshots from retention."""
+
+from __future__ import annotations
+
+import click
+
+from shardstore.cli.choosing import choose_listed
+from shardstore.cli.output import note, say, write_json
+from shardstore.cli.parameters import json_option, root_argument
+from shardstore.cli.places import find_root
+
+_step_argument = click.argument("step", metavar="STEP")
+
+
+@click.command()
+@root_argument
+@_step_argument
+@json_option
+def pin(root: str, step: str, as_json: bool) -> None:
+    """Exempt the snapshots at STEP from retention.
+
+    STEP may be an id, for one of several at a step, or "newest".
+    """
+    _set(root, step, on=True, as_json=as_json)
+
+
+@click.command()
+@root_argument
+@_step_argument
+@json_option
+def unpin(root: str, step: str, as_json: bool) -> None:
+    """Leave the snapshots at STEP to retention again.
+
+    STEP may be an id, for one of several at a step, or "newest".
+    """
+    _set(root, step, on=False, as_json=as_json)
+
+
+def _set(root: str, step: str, *, on: bool, as_json: bool) -> None:
+    place = find_root(root)
+    catalog = place.catalog
+    ids = choose_listed(place, step)
+    verb = "pinned" if on else "unpinned"
+    changed = {i: catalog.is_pinned(i) != on for i in ids}
+    for snapshot_id in ids:
+        (catalog.pin if on else catalog.unpin)(snapshot_id)
+    if as_json:
+        snapshots = [
+            {"step": i.step, "id": i.name, "pinned": on, "changed": changed[i]} for i in ids
+        ]
+        command = "pin" if on else "unpin"
+        write_json({"command": command, "root": place.root, "snapshots": snapshots})
+        return
+    for snapshot_id in ids:
+        say(f"{verb}  step {snapshot_id.step}  {snapshot_id.name}")
+        if not changed[snapshot_id]:
+            note(f"it was {verb} before" if on else "it was not pinned before")

@@ -1,0 +1,264 @@
+"""What a root holds of every attempt, committed or not, and what is wrong with it: registers, names, sizes.
+
+Nothing is digested here but registers and the headers of torn attempts: see `audit` for the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardstore.engine.catalog import Catalog, RootEntry, SealedShard, State
+from shardstore.errors import CorruptSnapshotError, FormatError, TierError
+from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
+from shardstore.format.marks import MARKS, Mark
+from shardstore.format.records import Manifest, SnapshotId
+from shardstore.tiers.base import RootTier
+from shardstore.tiers.marks import marks_among
+
+_FILE: Final = re.compile(r"rank-(\d{5,})\.safetensors(\.tmp)?")
+_MAX_SHOWN: Final = 8
+_WHY_MARKED: Final = {False: "", True: "marked: a restore or verify found it damaged"}
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt as a listing shows it."""
+
+    id: SnapshotId
+    state: State
+    register: Register | None = None
+    """None where there is none that can be read, or it is `aborted`."""
+    why: str = ""
+    """Why it is no snapshot to rely on; empty for a good one."""
+    marks: frozenset[Mark] = frozenset()
+    """Beside it: `pinned`; `damaged` if a restore or `verify` found it so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file in the folder of an attempt."""
+
+    rank: int
+    nbytes: int | None
+    """None: it is not there."""
+    expected_bytes: int | None
+    """What the manifest says, None without one."""
+    host: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """One attempt in full."""
+
+    id: SnapshotId
+    state: State
+    manifest: Manifest | None
+    """Of a committed or aborted one."""
+    shards: Mapping[int, SealedShard]
+    """Headers of the files of an attempt without a manifest; else empty."""
+    world_size: int | None
+    """None if neither manifest nor any header tells."""
+    files: tuple[RankFile, ...]
+    marks: frozenset[Mark]
+    others: tuple[str, ...]
+    """Further names in its folder, which are not ours."""
+    problems: tuple[str, ...]
+    """Everything that keeps it from being whole; empty if it is."""
+
+
+def find_attempts(catalog: Catalog) -> list[Attempt]:
+    """Every attempt on the root, oldest first; one that cannot be read is `damaged`.
+
+    Raises:
+        TierError: The root itself cannot be listed.
+    """
+    return [_attempt(catalog, snapshot_id) for snapshot_id in catalog.ids()]
+
+
+def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
+    try:
+        data = catalog.tier.read_manifest(snapshot_id)
+        ranks = catalog.tier.list_ranks(snapshot_id)
+        marks = catalog.tier.marks(snapshot_id)
+        register = None if data is None else read_register(data, expect=snapshot_id)
+        if register is not None and register.state == "committed":
+            missing = sorted({*range(register.world_size)} - {*ranks})
+            if missing:
+                return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
+            return Attempt(
+                snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks
+            )
+        entry = catalog.entry(snapshot_id)
+    except TierError as error:
+        return Attempt(snapshot_id, "damaged", why=str(error))
+    if entry.state == "torn":
+        return Attempt(snapshot_id, "torn", why=f"no manifest; {_files_of(ranks)}")
+    if entry.state == "aborted":
+        reason = entry.manifest.reason if entry.manifest is not None else ""
+        return Attempt(snapshot_id, "aborted", why=reason)
+    return Attempt(snapshot_id, entry.state, why=manifest_problem(catalog, entry), marks=marks)
+
+
+def manifest_problem(catalog: Catalog, entry: RootEntry) -> str:
+    """What is wrong with a manifest, for whoever knows which one it is."""
+    path = os.path.join(catalog.tier.location, entry.id.name, MANIFEST_NAME)
+    return entry.problem.removeprefix(f"{catalog.tier.name}: {path}: ")
+
+
+def _files_of(ranks: Iterable[int]) -> str:
+    shown = list_ranks(ranks)
+    return f"files of {shown}" if shown else "no files of any rank"
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as people read them: `ranks 0-3, 7`; empty for none."""
+    ordered = sorted(set(ranks))
+    spans: list[tuple[int, int]] = []
+    for rank in ordered:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    if not spans:
+        return ""
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:_MAX_SHOWN]]
+    rest = f" and more, {len(ordered)} in all" if spans[_MAX_SHOWN:] else ""
+    return f"rank{'s' if ordered[1:] else ''} {', '.join(texts)}{rest}"
+
+
+def missing_files(ranks: Iterable[int]) -> str:
+    """Say which ranks' files are not there."""
+    found = list(ranks)
+    plural = "files of" if found[1:] else "file of"
+    return f"the {plural} {list_ranks(found)} {'are' if found[1:] else 'is'} missing"
+
+
+def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
+    """Look at one attempt: its register, its files by name and size, and headers where it has no register.
+
+    What cannot be read is a problem of it, no error.
+    """
+    try:
+        entry = catalog.entry(snapshot_id)
+        sizes, temps, others = _files_in(catalog.tier, snapshot_id)
+    except TierError as error:
+        entry = RootEntry(snapshot_id, "damaged", problem=str(error))
+        sizes, temps, others = {}, {}, ()
+    problems = [manifest_problem(catalog, entry)] if entry.problem else []
+    shards: dict[int, SealedShard] = {}
+    manifest = entry.manifest
+    if manifest is not None and entry.state == "committed":
+        files = _listed(manifest, sizes)
+        world_size: int | None = manifest.world_size
+        problems += [f"{shard_file_name(f.rank)}: {f.problem}" for f in files if f.problem]
+    else:
+        bad: dict[int, str] = {}
+        if entry.state != "aborted":
+            shards, bad = _headers(catalog, snapshot_id, sizes)
+        world_size = max((s.header.world_size for s in shards.values()), default=None)
+        files = _unlisted(sizes, temps, shards, bad, world_size)
+        if entry.state == "torn":
+            problems.append("there is no manifest: the run died, or is still at work on it")
+            problems += [f"rank {f.rank}: {f.problem}" for f in files if f.problem]
+    if "damaged" in others:
+        problems.append(_WHY_MARKED[True])
+    state = "damaged" if problems and entry.state == "committed" else entry.state
+    return Examination(
+        snapshot_id,
+        state,
+        manifest,
+        shards,
+        world_size,
+        files,
+        marks_among(others),
+        tuple(name for name in others if name not in (MANIFEST_NAME, *MARKS)),
+        tuple(problems),
+    )
+
+
+def _files_in(
+    tier: RootTier, snapshot_id: SnapshotId
+) -> tuple[dict[int, int], dict[int, int], tuple[str, ...]]:
+    """Sizes of final files and of files under temp names, by rank; and all other names.
+
+    The size of what has a file's name, but is none, is -1.
+    """
+    sizes: dict[int, int] = {}
+    temps: dict[int, int] = {}
+    others: list[str] = []
+    for name, nbytes in sorted(tier.list_names(snapshot_id.name)):
+        match = _FILE.fullmatch(name)
+        if match is None:
+            others.append(name)
+            continue
+        path = os.path.join(tier.location, snapshot_id.name, name)
+        is_file = stat.S_ISREG(os.lstat(path).st_mode) if os.path.lexists(path) else True
+        (temps if match[2] else sizes)[int(match[1])] = nbytes if is_file else -1
+    return sizes, temps, tuple(others)
+
+
+def _listed(manifest: Manifest, sizes: Mapping[int, int]) -> tuple[RankFile, ...]:
+    files = []
+    for shard in manifest.shards:
+        found, problem = sizes.get(shard.rank), ""
+        if found is None:
+            problem = "missing"
+        elif found < 0:
+            found, problem = None, "is no file: a link, a folder or a pipe"
+        elif found != shard.nbytes:
+            problem = f"has {found:,} bytes, the manifest says {shard.nbytes:,}"
+        files.append(RankFile(shard.rank, found, shard.nbytes, shard.host, problem))
+    return tuple(files)
+
+
+def _headers(
+    catalog: Catalog, snapshot_id: SnapshotId, ranks: Iterable[int]
+) -> tuple[dict[int, SealedShard], dict[int, str]]:
+    shards, bad = {}, {}
+    for rank in sorted(ranks):
+        try:
+            shards[rank] = catalog.read_header(snapshot_id, rank)
+        except (TierError, FormatError, CorruptSnapshotError) as error:
+            bad[rank] = str(error)
+    return shards, bad
+
+
+def _unlisted(
+    sizes: Mapping[int, int],
+    temps: Mapping[int, int],
+    shards: Mapping[int, SealedShard],
+    bad: Mapping[int, str],
+    world_size: int | None,
+) -> tuple[RankFile, ...]:
+    files = []
+    for rank in sorted({*sizes, *temps, *_missing_of(world_size, sizes)}):
+        problem = bad.get(rank, "")
+        if rank not in sizes:
+            problem = "its file is missing"
+            if rank in temps:
+                problem = (
+                    f"its file was not finished ({temps[rank]:,} bytes under a temporary name)"
+                )
+        host = shards[rank].header.host if rank in shards else ""
+        nbytes = sizes.get(rank)
+        files.append(
+            RankFile(rank, None if nbytes is None or nbytes < 0 else nbytes, None, host, problem)
+        )
+    return tuple(files)
+
+
+def _missing_of(world_size: int | None, sizes: Mapping[int, int]) -> Iterable[int]:
+    """Ranks without a file, a bounded number of them: a damaged header may claim any world."""
+    found = 0
+    for rank in range(world_size or 0):
+        if rank not in sizes:
+            yield rank
+            found += 1
+            if found == 1000:
+                return
