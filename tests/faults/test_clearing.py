@@ -307,3 +307,14 @@ def test_what_any_rank_still_holds_in_memory_stays_on_the_root(folder: str) -> N
     assert results[0] == results[1]
     assert results[0]["restored"] == 3, "rank 0 from the root, rank 1 from memory"
     assert results[0]["states"] == {1: "committed", 3: "torn", 4: "committed"}
+
+
+def test_delete_takes_what_a_start_would_commit_after_all(folder: str) -> None:
+    """A restore would take it: then whoever deletes that step means it as well."""
+    _, second = save_steps(folder, 1, 2)
+    tear(folder, second, whole=True)
+    store = open_store(folder, memory=0)
+    store.delete(2)
+    _save(store, 3)
+    store.close()
+    assert _on_disk(folder) == [_step(1), _step(3)]
