@@ -26,7 +26,7 @@ from tests.faults.orphans import (
     state,
     tear,
 )
-from tests.faults.scenario import Job, open_store
+from tests.faults.scenario import open_store
 from tests.ranks import RanksFailedError, run_ranks
 
 
@@ -264,10 +264,8 @@ def test_clearing_that_fails_warns_and_the_save_is_committed(
 
 def _saves_and_dies(rank: int, folder: str) -> None:
     store = open_store(folder, keep=3)
-    job = Job(rank)
     for step in (1, 2, 3):
-        job.fill(step)
-        store.save(job.state, step=step).wait(30)
+        store.save(state(step), step=step).wait(30)
     store.drain()
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -275,10 +273,9 @@ def _saves_and_dies(rank: int, folder: str) -> None:
 
 def _restores_then_saves(rank: int, folder: str) -> dict[str, Any]:
     store = open_store(folder, keep=3)
-    job = Job(rank)
-    first = store.restore(job.state).step
-    job.fill(4)
-    store.save(job.state, step=4).wait(30)
+    live = state(-1)
+    first = (store.restore(live).step, live["w"].tolist())
+    store.save(state(4), step=4).wait(30)
     store.drain()
     dist.barrier()
     states = {i.step: catalog_of(folder).state(i) for i in catalog_of(folder).ids()}
@@ -305,5 +302,16 @@ def test_what_any_rank_still_holds_in_memory_stays_on_the_root(folder: str) -> N
             shutil.rmtree(Path(folder, "memory") / path.parent)
     results = run_ranks(2, _restores_then_saves, folder)
     assert results[0] == results[1]
-    assert results[0]["restored"] == 3, "rank 0 from the root, rank 1 from memory"
+    assert results[0]["restored"] == (3, [3.0] * 4), "rank 0 from the root, rank 1 from memory"
     assert results[0]["states"] == {1: "committed", 3: "torn", 4: "committed"}
+
+
+def test_delete_takes_what_a_start_would_commit_after_all(folder: str) -> None:
+    """A restore would take it: then whoever deletes that step means it as well."""
+    _, second = save_steps(folder, 1, 2)
+    tear(folder, second, whole=True)
+    store = open_store(folder, memory=0)
+    store.delete(2)
+    _save(store, 3)
+    store.close()
+    assert _on_disk(folder) == [_step(1), _step(3)]

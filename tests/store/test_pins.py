@@ -232,3 +232,23 @@ def test_a_pin_set_just_before_the_register_is_closed_saves_the_snapshot(
     armed = True
     _save(store, 2)
     assert _pins(store) == {1: True, 2: False}
+
+
+@pytest.mark.parametrize("reopens", [False, True], ids=["at once", "after a restart"])
+def test_a_pinned_snapshot_that_only_memory_has_left_is_not_given_up(
+    folder: str, open_store: OpenStore, reopens: bool
+) -> None:
+    """Older than what is committed, it would serve other saves; pinned, it does not."""
+    store = open_store(memory="1MiB")
+    _save(store, 1, 2)
+    store.close(keep_memory=True)
+    shutil.rmtree(next(Path(folder, "root").glob("step-000000000001.*")))
+    store = open_store(memory="1MiB")
+    assert next((i.step, i.tiers) for i in store.snapshots()) == (1, ("memory",))
+    store.pin(1)
+    if reopens:
+        store.close(keep_memory=True)
+        store = open_store(memory="1MiB")
+    _save(store, *range(3, 9))
+    assert _pins(store)[1]
+    assert _value(store, 1) == 1
