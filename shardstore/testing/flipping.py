@@ -50,7 +50,7 @@ class FlippingTier(WrappedTier):
             inner: Keeps what is stored.
             bits: Bits of each file to turn over, from its first byte on; those beyond its end do nothing.
             num_random: How many more, anywhere in the file.
-            seed: Decides which ones, with the file's identity.
+            seed: Decides which ones, with the file's step, save and rank.
             at_rest: Damage what is written, and read it as it is.
             of: Which files.
             ranks: Whose shards; None: all ranks'.
@@ -74,7 +74,7 @@ class FlippingTier(WrappedTier):
             return
         if rank is not None and self._ranks is not None and rank not in self._ranks:
             return
-        chance = random.Random(f"{self._seed}/{snapshot_id.name}/{rank}")  # noqa: S311 - not for secrets
+        chance = self._chance(snapshot_id, rank)
         chosen = {*self._bits, *(chance.randrange(8 * nbytes) for _ in range(self._num_random))}
         for bit in chosen:
             at = bit // 8 - start
@@ -82,6 +82,11 @@ class FlippingTier(WrappedTier):
                 data[at] ^= 1 << bit % 8
                 with self._lock:
                     self.flipped.add(Flip(snapshot_id, rank, bit))
+
+    def _chance(self, snapshot_id: SnapshotId, rank: int | None) -> random.Random:
+        """Equal for two runs of one test, whose nonces differ."""
+        seed = f"{self._seed}/{snapshot_id.step}/{snapshot_id.count}/{rank}"
+        return random.Random(seed)  # noqa: S311 - not for secrets
 
     def create_shard(self, snapshot_id: SnapshotId, rank: int, nbytes: int) -> ShardWriter:
         """See RootTier."""

@@ -192,6 +192,7 @@ class TierContract(ShardContract):
     def test_a_run_number_is_claimed_once(self) -> None:
         """P1."""
         tier = self.make_tier(FileOps())
+        tier.make_location()
         start = threading.Barrier(_NUM_THREADS)
 
         def claim(number: int) -> bool:

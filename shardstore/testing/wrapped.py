@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
+from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import RootTier, ShardReader, ShardWriter
 
@@ -77,6 +78,51 @@ class WrappedTier:
         """See RootTier."""
         self.enter("remove")
         self.inner.remove(snapshot_id)
+
+    def remove_deleted(self, name: str) -> None:
+        """See RootTier."""
+        self.enter("remove_deleted")
+        self.inner.remove_deleted(name)
+
+    def list_deleted(self) -> list[str]:
+        """See RootTier."""
+        self.enter("list_deleted")
+        return self.inner.list_deleted()
+
+    def list_names(self, folder: str = "") -> list[tuple[str, int]]:
+        """See RootTier."""
+        self.enter("list_names")
+        return self.inner.list_names(folder)
+
+    def read_small(self, name: str) -> bytes | None:
+        """See RootTier."""
+        self.enter("read_small")
+        return self.inner.read_small(name)
+
+    def remove_temp(self, folder: str, name: str) -> None:
+        """See RootTier."""
+        self.enter("remove_temp")
+        self.inner.remove_temp(folder, name)
+
+    def marks(self, snapshot_id: SnapshotId) -> frozenset[Mark]:
+        """See RootTier."""
+        self.enter("marks")
+        return self.inner.marks(snapshot_id)
+
+    def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """See RootTier."""
+        self.enter("put_mark")
+        self.inner.put_mark(snapshot_id, mark)
+
+    def drop_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """See RootTier."""
+        self.enter("drop_mark")
+        self.inner.drop_mark(snapshot_id, mark)
+
+    def make_location(self) -> None:
+        """See RootTier."""
+        self.enter("make_location")
+        self.inner.make_location()
 
     def run_numbers(self) -> list[int]:
         """See RootTier."""
