@@ -35,6 +35,7 @@ def test_every_few_operations_of_every_kind_of_life(warm: Drivers) -> None:
     tried.sort(key=lambda task: SCENARIOS[task[0]].num_ranks, reverse=True)  # the longest first
     found = dict(zip([task[0] for task in tried], warm.map(crashes_of, tried), strict=True))
     assert sum(map(len, found.values())) > 150
+    _check_deleted_stays_deleted(found["delete"])
     for name in ("save, retention", "save, streamed", "save, memory alone", "save, two ranks"):
         assert _restored(found[name]) == {1, 2}, f"{name}: one side of the commit was never tried"
 
@@ -46,8 +47,16 @@ def test_every_operation(warm: Drivers, name: str) -> None:
     tasks = [(name, 1 + n, _NUM_DRIVERS) for n in range(_NUM_DRIVERS)]
     crashes = [crash for found in warm.map(crashes_of, tasks) for crash in found]
     assert any(not crash.was_killed for crash in crashes)
+    if name == "delete":
+        _check_deleted_stays_deleted(*warm.map(crashes_of, [(name, 1, 1)]))
     sides = set().union(*SCENARIOS[name].found.values())
     assert _restored(crashes) == sides, f"not all of {sides} were ever restored"
+
+
+def _check_deleted_stays_deleted(crashes: list[Crash]) -> None:
+    """`delete` works on one thread: the later it ends, the more of it is done, and nothing comes back."""
+    restored = [crash.restored for crash in crashes]
+    assert restored == sorted(restored, key=lambda version: version != 2), restored
 
 
 def _restored(crashes: list[Crash]) -> set[int | None]:
