@@ -13,7 +13,8 @@ from shardstore.engine.failures import Failures
 from shardstore.engine.liveness import left
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
-from shardstore.errors import SaveFailedError
+from shardstore.errors import SaveFailedError, ShardStoreError
+from shardstore.format.records import SnapshotId
 
 _OWN_S: Final = 60.0
 """How long own seals and spills may take once the store was abandoned."""
@@ -51,7 +52,10 @@ class Leaver:
         error = self._failures.rest()
         timeout_s = self._session.timeout_s
         self._pipeline.stop(timeout_s=timeout_s)
+        unmarked = [] if keep_memory else self._session.memory.unmark()
         clean = self._session.coordinator.close(timeout_s)
+        if not clean:
+            self._mark_again(unmarked)
         self._give_back(keep_memory=keep_memory or not clean)
         return error
 
@@ -90,8 +94,17 @@ class Leaver:
         if self._pipeline.stop_own(_OWN_S):
             self._give_back(keep_memory=True)
 
+    def _mark_again(self, unmarked: list[SnapshotId]) -> None:
+        """Memory stays after all."""
+        try:
+            for snapshot_id in unmarked:
+                self._session.memory.mark_complete(snapshot_id)
+        except ShardStoreError as error:
+            self._session.warn("%s", error)
+
     def _give_back(self, *, keep_memory: bool) -> None:
         memory = self._session.memory
+        self._session.ops.point("give back")
         memory.close(keep=keep_memory)
         memory.leave(remove=not keep_memory)
         left(self._session.nonce)

@@ -94,6 +94,7 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         reports = [msgspec.json.decode(value, type=_Report) for value in values]
         return msgspec.json.encode(_agree(reports, catalog))
 
+    ops.point("adopted")
     decided = coordinator.gather_decide(
         "open", msgspec.json.encode(report), decide, phase="opening the store"
     )
@@ -115,12 +116,14 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         timeout_s=options.timeout_s,
         writer=writer_versions(),
         nonce=coordinator.nonce,
+        ops=ops,
         host=platform.node(),
         boot_id=coordinator.boot_id,
         highest_adopted_run=max([adopted.highest_run, *(i.run for i in gists)]),
         local_ranks=tuple(coordinator.local_ranks),
     )
     session.marked |= marked
+    ops.point("protect")
     protect(session, adopted, gists, agreement.near)
     return session
 

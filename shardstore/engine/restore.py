@@ -254,8 +254,10 @@ class Restorer:
         session = self._session
         problems: list[ShardStoreError] = []
         try:
+            session.ops.point("read")
             with without_gc():
                 self._loaded = load_shard(session, self._state, candidate, self._options, problems)
+            session.ops.point("verified")
         except FormatVersionError as error:
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
@@ -318,7 +320,9 @@ class Restorer:
         assert self._loaded is not None
         self.has_touched_state = True
         try:
+            session.ops.point("apply")
             self._loaded.apply()
+            session.ops.point("applied")
         except BaseException as raised:  # noqa: BLE001 - the others must hear of it first
             failure, error = failure_of(raised, session.rank), raised
         phase = f"restore of step {candidate.id.step}: the barrier after copying"

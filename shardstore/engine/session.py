@@ -26,6 +26,7 @@ from shardstore.engine.transitions import of_memory
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
+from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.slots import Slot
 
@@ -143,6 +144,8 @@ class Session:
     timeout_s: float
     writer: dict[str, str]
     nonce: str
+    ops: FileOps = field(default_factory=FileOps)
+    """System calls; here for the named points of protocols."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0

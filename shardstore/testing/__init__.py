@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardstore.testing.contract import ShardContract
     from shardstore.testing.crashing import Crash, CrashingTier
     from shardstore.testing.flipping import FlippingTier
-    from shardstore.testing.forked import Ended, run_forked
+    from shardstore.testing.forked import Ended, Forked, run_forked, start_forked
     from shardstore.testing.full import FullTier
     from shardstore.testing.ops import CountingOps, kill_at, kill_at_point, raise_at
     from shardstore.testing.ranks import run_rank_threads
@@ -36,6 +36,7 @@ _HOME: Final = {
     "Ended": "testing.forked",
     "FileOps": "tiers.fileops",
     "FlippingTier": "testing.flipping",
+    "Forked": "testing.forked",
     "FullTier": "testing.full",
     "ShardContract": "testing.contract",
     "SlowTier": "testing.slow",
@@ -48,6 +49,7 @@ _HOME: Final = {
     "raise_at": "testing.ops",
     "run_forked": "testing.forked",
     "run_rank_threads": "testing.ranks",
+    "start_forked": "testing.forked",
     "use_ops": "tiers.fileops",
     "use_tier": "tiers.roots",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "Ended",
     "FileOps",
     "FlippingTier",
+    "Forked",
     "FullTier",
     "ShardContract",
     "SlowTier",
@@ -71,6 +74,7 @@ __all__ = [
     "raise_at",
     "run_forked",
     "run_rank_threads",
+    "start_forked",
     "use_ops",
     "use_tier",
 ]

@@ -28,6 +28,49 @@ class Ended:
     """Traceback of what it raised, or how else it ended; empty if it returned or was killed."""
 
 
+class Forked:
+    """A child that runs."""
+
+    def __init__(self, pid: int, read_end: int) -> None:
+        """Of `start_forked`."""
+        self.pid = pid
+        self._read_end = read_end
+
+    def wait(self, timeout_s: float = 60.0) -> Ended:
+        """Wait for its end, once; after `timeout_s` it is killed, and that is an error."""
+        try:
+            data, in_time = _read_all(self._read_end, time.monotonic() + timeout_s)
+        finally:
+            os.close(self._read_end)
+        if not in_time:
+            os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        if not in_time:
+            return Ended(False, error=f"it was still running after {timeout_s:g} s")
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            was_killed = number == signal.SIGKILL
+            return Ended(was_killed, error="" if was_killed else f"it ended by signal {number}")
+        answer = json.loads(data) if data else {"error": f"exit status {os.WEXITSTATUS(status)}"}
+        return Ended(False, answer.get("value"), answer.get("error", ""))
+
+
+def start_forked(function: Callable[[], object]) -> Forked:
+    """Begin to call `function` in a forked child of this process; see `run_forked`.
+
+    The caller waits for every child that it starts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        _end_child(function, write_end)
+    os.close(write_end)
+    return Forked(pid, read_end)
+
+
 def run_forked(function: Callable[[], object], *, timeout_s: float = 60.0) -> Ended:
     """Call `function` in a forked child of this process, and wait for its end.
 
@@ -42,29 +85,7 @@ def run_forked(function: Callable[[], object], *, timeout_s: float = 60.0) -> En
         function: What it returns must be JSON.
         timeout_s: After so many seconds the child is killed, and that is an error.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_end)
-        _end_child(function, write_end)
-    os.close(write_end)
-    try:
-        data, in_time = _read_all(read_end, time.monotonic() + timeout_s)
-    finally:
-        os.close(read_end)
-    if not in_time:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    if not in_time:
-        return Ended(False, error=f"it was still running after {timeout_s:g} s")
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        was_killed = number == signal.SIGKILL
-        return Ended(was_killed, error="" if was_killed else f"it ended by signal {number}")
-    answer = json.loads(data) if data else {"error": f"exit status {os.WEXITSTATUS(status)}"}
-    return Ended(False, answer.get("value"), answer.get("error", ""))
+    return start_forked(function).wait(timeout_s)
 
 
 def _end_child(function: Callable[[], object], write_end: int) -> None:

@@ -232,6 +232,16 @@ class SlotFiles:
                 except OSError:
                     break  # other ranks or namespaces are still there
 
+    def unmark(self, snapshot_id: SnapshotId) -> bool:
+        """Take that mark away; False if there is none."""
+        if self.folder is None:
+            return False
+        try:
+            self._ops.unlink(os.path.join(self.folder, snapshot_id.name, mark_name(self.rank)))
+        except OSError:
+            return False
+        return True
+
     def mark_complete(self, snapshot_id: SnapshotId) -> None:
         """Leave a mark that this memory-only snapshot was complete on all ranks."""
         if self.folder is None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardstore import SnapshotStore, list_snapshots
+from shardstore import CorruptSnapshotError, SnapshotStore, list_snapshots
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.orphans import find_orphans, remove_orphan
 from shardstore.testing import (
@@ -76,9 +76,7 @@ def crash_at(name: str, at: int) -> Crash:
     """One life that ends at operation `at` of its armed part, and the next one."""
     scenario = SCENARIOS[name]
     with places() as where:
-        for act, point in scenario.before:
-            ended = _live(where, scenario, act, Told(), _kill_at_last(point, scenario.num_ranks))
-            assert not ended.error, f"{name}: the life before: {ended.error}"
+        live_before(where, scenario, name)
         told = Told()
         ended = _live(where, scenario, scenario.act, told, _telling(told, kill_at(at)))
         what = f"{name}, ended at {at}, {told.operation}, in phase {told.phase}"
@@ -89,6 +87,13 @@ def crash_at(name: str, at: int) -> Crash:
         allowed = scenario.found[told.phase]
         assert after.value in allowed, f"{what}: restored {after.value}, not one of {allowed}"
         return Crash(ended.was_killed, told.operation, told.phase, after.value)
+
+
+def live_before(where: Places, scenario: Scenario, name: str) -> None:
+    """The lives that came before, each of which died."""
+    for act, point in scenario.before:
+        ended = _live(where, scenario, act, Told(), _kill_at_last(point, scenario.num_ranks))
+        assert not ended.error, f"{name}: the life before: {ended.error}"
 
 
 def _kill_at_last(point: str, num_ranks: int) -> Before:
@@ -117,7 +122,8 @@ def _live(where: Places, scenario: Scenario, act: Act, told: Told, before: Befor
         all_there = threading.Barrier(scenario.num_ranks)
 
         def one(rank: ThreadRank | None) -> None:
-            act(Life(*where, ops, told, scenario.options, rank, all_there))
+            number = rank.rank if rank else 0
+            act(Life(*where, ops, told, scenario.options, rank, all_there, number))
 
         on_ranks(scenario.num_ranks, one)
 
@@ -138,7 +144,8 @@ def look(where: Places, scenario: Scenario) -> int | None:
     all_there = threading.Barrier(scenario.num_ranks)
 
     def one(rank: ThreadRank | None) -> int | None:
-        life = Life(*where, CountingOps(), Told(), scenario.options, rank, all_there)
+        number = rank.rank if rank else 0
+        life = Life(*where, CountingOps(), Told(), scenario.options, rank, all_there, number)
         store = life.open()
         live = state_of(AFTER + 1, life.number)
         report = store.restore(live, required=False)
@@ -163,6 +170,21 @@ def look(where: Places, scenario: Scenario) -> int | None:
     _check_nothing_is_left(where, scenario.options)
     result: int | None = found[0]
     return result
+
+
+def look_for_values(where: Places, scenario: Scenario) -> int | None:
+    """The next life after storage has lied: what it restores, if anything, is bit for bit what was saved."""
+    life = Life(*where, CountingOps(), Told(), scenario.options, None, threading.Barrier(1))
+    store = life.open()
+    live = state_of(AFTER + 1)
+    try:
+        report = store.restore(live, required=False)
+    except CorruptSnapshotError:
+        assert version_of(live) == AFTER + 1, "live state was touched"
+        return None
+    finally:
+        store.close()
+    return version_of(live) if report else None
 
 
 def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> None:
