@@ -6,23 +6,15 @@ through: see `lives.py` for what they do, `crash_at.py` for what is true after e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.faults.crash_at import Crash, crashes_of
-from tests.faults.drivers import Drivers, drivers
+from tests.faults.drivers import Drivers
 from tests.faults.lives import SCENARIOS
 
-_NUM_DRIVERS = 3
+_NUM_TASKS = 4
 _EVERY = 4
 _EVERY_OF_SEVERAL_RANKS = 11
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Drivers]:
-    with drivers(_NUM_DRIVERS) as started:
-        yield started
 
 
 @pytest.mark.slow
@@ -44,7 +36,7 @@ def test_every_few_operations_of_every_kind_of_life(warm: Drivers) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_operation(warm: Drivers, name: str) -> None:
-    tasks = [(name, 1 + n, _NUM_DRIVERS) for n in range(_NUM_DRIVERS)]
+    tasks = [(name, 1 + n, _NUM_TASKS) for n in range(_NUM_TASKS)]
     crashes = [crash for found in warm.map(crashes_of, tasks) for crash in found]
     assert any(not crash.was_killed for crash in crashes)
     if name == "delete":

@@ -7,23 +7,16 @@ within its deadline. Points are collected from the sources: one that no life com
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
-from tests.faults.drivers import Drivers, drivers
+from tests.faults.drivers import Drivers
 from tests.faults.kill_ranks import kill_at_the_point, points_of, points_of_the_package
 from tests.faults.lives import SCENARIOS
 
-_NUM_DRIVERS = 5  # who outlives another rank waits for a deadline
 _VICTIMS = (None, 0, 1)
 _Passed = Mapping[str, list[str]]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Drivers]:
-    with drivers(_NUM_DRIVERS) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
-from tests.faults.drivers import Drivers, drivers
+from tests.faults.drivers import Drivers
 from tests.faults.straced import Injected, inject
 
 _CALLS = ("pwrite64", "fsync", "rename", "link", "fallocate", "mkdir", "unlink")
@@ -33,12 +32,10 @@ def _why_not() -> str:
     return "" if tried.returncode == 0 else f"strace may not trace here: {tried.stderr[-200:]!r}"
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Drivers]:
+@pytest.fixture(autouse=True)
+def _strace_works() -> None:
     if _why_not():
         pytest.skip(_why_not())
-    with drivers(3) as started:
-        yield started
 
 
 @pytest.mark.slow
