@@ -116,11 +116,18 @@ class FlippingTier(WrappedTier):
         return data if data is None or self._at_rest else self._flipped(snapshot_id, data)
 
     def create_manifest(
-        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+        self,
+        snapshot_id: SnapshotId,
+        data: bytes,
+        *,
+        make_folder: bool,
+        ranks: Collection[int] = (),
     ) -> bytes | None:
         """See RootTier."""
         written = self._flipped(snapshot_id, data) if self._at_rest else data
-        stored = self.inner.create_manifest(snapshot_id, written, make_folder=make_folder)
+        stored = self.inner.create_manifest(
+            snapshot_id, written, make_folder=make_folder, ranks=ranks
+        )
         return data if stored == written else stored
 
     def _flipped(self, snapshot_id: SnapshotId, data: bytes) -> bytes:

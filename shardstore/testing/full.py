@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Collection
 
 from shardstore.errors import TierFullError
 from shardstore.format.records import SnapshotId
@@ -69,11 +70,16 @@ class FullTier(WrappedTier):
             self._pending.pop(writer, None)
 
     def create_manifest(
-        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+        self,
+        snapshot_id: SnapshotId,
+        data: bytes,
+        *,
+        make_folder: bool,
+        ranks: Collection[int] = (),
     ) -> bytes | None:
         """See RootTier."""
         self._take("publish", f"{self.location}/{snapshot_id.name}", len(data))
-        return super().create_manifest(snapshot_id, data, make_folder=make_folder)
+        return super().create_manifest(snapshot_id, data, make_folder=make_folder, ranks=ranks)
 
     def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
         """See RootTier; the new one must fit beside the old one."""

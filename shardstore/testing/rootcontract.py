@@ -93,6 +93,18 @@ class TierContract(ShardContract):
         assert tier.read_manifest(ID) is None
         assert tier.list_ids() == []
 
+    def test_a_commit_needs_the_shards_of_all_its_ranks(self) -> None:
+        """P4: the folder may have been removed, and made anew by a rank that was late."""
+        tier = self.make_tier(FileOps())
+        self.put(tier, b"zero", ID, 0)
+        before = self.raw_files()
+        assert tier.create_manifest(ID, b"committed", make_folder=False, ranks=(0, 1)) is None
+        assert self.raw_files() == before
+        self.put(tier, b"one", ID, 1)
+        assert (
+            tier.create_manifest(ID, b"committed", make_folder=False, ranks=(0, 1)) == b"committed"
+        )
+
     def test_of_many_who_create_a_register_one_wins_and_all_hear_the_same(self) -> None:
         """Promise 4."""
         tier = self.make_tier(FileOps())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 
 from shardstore.format.marks import Mark
@@ -53,11 +53,16 @@ class WrappedTier:
         return self.inner.read_manifest(snapshot_id)
 
     def create_manifest(
-        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+        self,
+        snapshot_id: SnapshotId,
+        data: bytes,
+        *,
+        make_folder: bool,
+        ranks: Collection[int] = (),
     ) -> bytes | None:
         """See RootTier."""
         self.enter("create_manifest", len(data))
-        return self.inner.create_manifest(snapshot_id, data, make_folder=make_folder)
+        return self.inner.create_manifest(snapshot_id, data, make_folder=make_folder, ranks=ranks)
 
     def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
         """See RootTier."""
