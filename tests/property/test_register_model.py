@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from shardstore.testing import FileOps, ThreadRank, run_rank_threads
 from shardstore.tiers.disk import DiskTier
 from tests.property.stepping import Actor, take_turns
 
-_NUM_SEEDS = 120
+_NUM_SEEDS = 150
 _NUM_NIGHTLY_SEEDS = 5000
 
 
@@ -125,7 +125,8 @@ class World:
     def deleter(self, me: Actor) -> None:
         """Retention, or `delete`."""
         catalog = self.catalog(me.ops)
-        me.step()
+        patience = iter(range(150))
+        me.step(lambda: self.outcome is not None or next(patience, None) is None)
         if catalog.state(self.saved.id) == "committed":
             self.is_being_deleted = True
             catalog.unlist(self.saved.id, reason="retention", writer={})
@@ -171,14 +172,18 @@ def _run(saved: Saved, seed: int, folder: str) -> set[str]:
     chance = random.Random(seed)
     world = World(saved, folder)
 
-    def actor(name: str, life: object) -> Actor:
-        assert callable(life)
-        return Actor(name, life, chance.choice([0.2, 1, 3]))
+    def actor(name: str, life: Callable[[Actor], None], delay: int = 0) -> Actor:
+        def late(me: Actor) -> None:
+            for _ in range(delay):
+                me.step()
+            life(me)
+
+        return Actor(name, late, chance.choice([0.2, 1, 3]))
 
     owners = [actor(f"rank {number}", partial(world.rank, number)) for number in saved.shards]
     owners.append(actor("coordinator", partial(world.coordinator, chance.choice([20, 60, 400]))))
     others = [
-        actor(life.__name__, life)
+        actor(life.__name__, life, chance.choice([0, 40, 120]))
         for life in (world.late_publisher, world.late_publisher, world.careful_gc, world.rude_gc, world.deleter)
         if chance.random() < 0.6
     ]  # fmt: skip
