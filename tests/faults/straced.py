@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardstore.testing import CountingOps, run_forked, start_forked
-from tests.faults.crash_at import Places, look, look_for_values, places
+from tests.faults.crash_at import Places, live_before, look, look_for_values, places
 from tests.faults.lives import SCENARIOS, Life, Scenario, Told, state_of
 
 _ATTACH_S = 20.0
@@ -36,6 +36,7 @@ def inject(name: str, injection: str) -> Injected:
     scenario = SCENARIOS[name]
     what = f"{name} under {injection}"
     with places() as where:
+        live_before(where, scenario, name)
         told = Told()
         log = Path(where.folder) / "strace.log"
         ours, theirs = socket.socketpair()
