@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from shardstore.cluster.preemption import check_signals
+from shardstore.cluster.threads import rank_in_process
 from shardstore.engine import registry
 from shardstore.engine.arguments import check_flag, check_patience, check_timeout
 from shardstore.engine.deleting import delete_step
@@ -43,6 +44,8 @@ from shardstore.tiers.fileops import current_ops
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
 
+    from shardstore.cluster.threads import ThreadRank
+
 
 class SnapshotStore:
     """A store of snapshots of the state of all ranks.
@@ -63,7 +66,7 @@ class SnapshotStore:
         keep: int | Keep | None = None,
         on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | ThreadRank | None = None,
         timeout_s: float = 600.0,
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
@@ -123,7 +126,8 @@ class SnapshotStore:
         self._guards: list[PreemptionGuard] = []
         ops = current_ops()
         self._pid = os.getpid()
-        registry.take_over(self._options.memory_dir, self._options.name)
+        place = self._options.memory_dir, self._options.name, rank_in_process(process_group)
+        registry.take_over(*place)
         self._session = open_session(self._options, process_group, ops)
         self._session.progress = ProgressReporter(progress, rank=self._session.rank)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
@@ -136,7 +140,7 @@ class SnapshotStore:
         self._leaver = Leaver(
             self._session, self._pipeline, self._failures, self._flusher, self._gone
         )
-        registry.register(self, self._options.memory_dir, self._options.name)
+        registry.register(self, *place)
 
     # -------------------------------------------------------------------- save
 

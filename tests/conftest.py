@@ -1,13 +1,24 @@
-"""Folders on the tmpfs, so that the memory tier is really one."""
+"""Folders on the tmpfs, so that the memory tier is really one; nightly tests run only where asked for."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave nightly tests out, unless `-m` names the marker or SHARDSTORE_NIGHTLY=1."""
+    if "nightly" in config.option.markexpr or os.environ.get("SHARDSTORE_NIGHTLY") == "1":
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
 
 
 @pytest.fixture

@@ -122,9 +122,9 @@ class Catalog:
     # ---------------------------------------------------------------- register
 
     def publish(self, manifest: Manifest) -> bool:
-        """Commit; False if the register says `aborted` already, and then that stands."""
-        data = encode_manifest(manifest)
-        stored = self.tier.create_manifest(manifest.id, data, make_folder=False)
+        """Commit; False if it was aborted, whether or not the register still says so: that stands."""
+        data, ranks = encode_manifest(manifest), range(manifest.world_size)
+        stored = self.tier.create_manifest(manifest.id, data, make_folder=False, ranks=ranks)
         if stored is None:
             return False
         return self._read_back(manifest.id, stored).state == "committed"

@@ -50,6 +50,7 @@ def agree_complete(session: Session, save: PendingSave) -> Completion:
             name = str(save.count)
             found = collect_entries(session, name, what=save.label, stop=fail_key(save))
             save.shards = found.shards or None
+            session.ops.point("post complete")
             return _obey(session, key, Completion(found.failure, found.in_memory))
         heard = session.coordinator.wait(
             [key], phase=f"{save.label}: waiting for all ranks to seal", ranks=[0]
@@ -148,6 +149,7 @@ def _publish(session: Session, save: PendingSave) -> Outcome:
     if session.catalog is None:
         return _committed(save)  # on the disks of all ranks
     try:
+        session.ops.point("publish")
         if session.catalog.publish(manifest_of(save.shards, writer=session.writer)):
             return _committed(save)
     except (ShardStoreError, OSError) as error:
@@ -186,6 +188,7 @@ def _committed(save: PendingSave) -> Outcome:
 def _decide(session: Session, save: PendingSave, outcome: Outcome) -> Outcome:
     """Write the outcome once and obey what is stored."""
     key = f"outcome/{save.count}"
+    session.ops.point("post outcome")
     stored = session.coordinator.propose(key, msgspec.json.encode(outcome))
     return msgspec.json.decode(stored, type=Outcome)
 

@@ -51,6 +51,7 @@ def delete_step(session: Session, step: int, *, name: str) -> None:
     _raise_failure(found, step)
     if not found.ids:
         raise SnapshotNotFoundError(f"there is no snapshot at step {step} to delete", step=step)
+    session.ops.point("delete near")
     for snapshot_id in found.ids:
         session.forget(snapshot_id)
     removed = msgspec.json.decode(
@@ -106,6 +107,7 @@ def _remove(session: Session, ids: tuple[SnapshotId, ...]) -> _Found:
     if catalog is None:
         return _Found()
     try:
+        session.ops.point("delete on root")
         with session.retention_lock:
             there = set(catalog.ids())
             for snapshot_id in ids:

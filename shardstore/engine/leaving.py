@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from shardstore.engine.flush import Flusher
 from shardstore.engine.liveness import left
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
-from shardstore.errors import SaveFailedError
-from shardstore.tiers import ownership
+from shardstore.errors import SaveFailedError, ShardStoreError
+from shardstore.format.records import SnapshotId
 
 _OWN_S: Final = 60.0
 """How long own seals and spills may take once the store was abandoned."""
@@ -64,8 +63,12 @@ class Leaver:
         error = self._failures.rest()
         timeout_s = self._session.timeout_s
         self._pipeline.stop(timeout_s=timeout_s)
+        unmarked = [] if keep_memory else self._session.memory.unmark()
         clean = self._session.coordinator.close(timeout_s)
-        self._give_back(keep_memory=keep_memory or not clean or self._session.is_ending)
+        must_keep = keep_memory or not clean or self._session.is_ending
+        if must_keep:
+            self._mark_again(unmarked)
+        self._give_back(keep_memory=must_keep)
         return error
 
     def _close_in_time(self) -> SaveFailedError | None:
@@ -125,16 +128,18 @@ class Leaver:
         if self._pipeline.stop_own(session.in_time(_OWN_S)):
             self._give_back(keep_memory=True)
 
+    def _mark_again(self, unmarked: list[SnapshotId]) -> None:
+        """Memory stays after all."""
+        try:
+            for snapshot_id in unmarked:
+                self._session.memory.mark_complete(snapshot_id)
+        except ShardStoreError as error:
+            self._session.warn("%s", error)
+
     def _give_back(self, *, keep_memory: bool) -> None:
         memory = self._session.memory
+        self._session.ops.point("give back")
         memory.close(keep=keep_memory)
-        if memory.folder is not None:
-            ownership.release_all(memory.folder, memory.rank, remove=not keep_memory)
-            if not keep_memory:
-                for folder in (memory.folder, os.path.dirname(memory.folder)):
-                    try:
-                        os.rmdir(folder)
-                    except OSError:
-                        break  # other ranks or namespaces are still there
+        memory.leave(remove=not keep_memory)
         left(self._session.nonce)
         self._on_gone()

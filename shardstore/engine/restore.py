@@ -254,8 +254,10 @@ class Restorer:
         session = self._session
         problems: list[ShardStoreError] = []
         try:
+            session.ops.point("read")
             with without_gc():
                 self._loaded = load_shard(session, self._state, candidate, self._options, problems)
+            session.ops.point("verified")
         except FormatVersionError as error:
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
@@ -287,7 +289,9 @@ class Restorer:
             if self._options.fallback:
                 verdict = self._next_candidate()
                 if verdict.action == "raise" and verdict.note is not None:
-                    note = msgspec.structs.replace(note, message=verdict.note.message)
+                    # Where the last one's damage is, and what became of all of them.
+                    last = verdict.note
+                    note = msgspec.structs.replace(note, kind=last.kind, message=last.message)
                     verdict = msgspec.structs.replace(verdict, note=note)
             else:
                 verdict = Verdict("raise", note=msgspec.structs.replace(note, kind="corrupt"))
@@ -316,7 +320,9 @@ class Restorer:
         assert self._loaded is not None
         self.has_touched_state = True
         try:
+            session.ops.point("apply")
             self._loaded.apply()
+            session.ops.point("applied")
         except BaseException as raised:  # noqa: BLE001 - the others must hear of it first
             failure, error = failure_of(raised, session.rank), raised
         phase = f"restore of step {candidate.id.step}: the barrier after copying"

@@ -78,6 +78,7 @@ class RunNumber:
             entered(session.nonce)
             find_other_jobs(session)
             keep_pins(session)
+            session.ops.point("publish late")
             late = session.catalog.publish_late(before_run=self._run, writer=session.writer)
             for snapshot_id in late:
                 text = "%s of an earlier run was whole and is committed now"

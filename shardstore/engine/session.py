@@ -28,6 +28,7 @@ from shardstore.engine.urgency import Urgency
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
+from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.memory import MemoryTier
 from shardstore.tiers.slots import Slot
 
@@ -157,6 +158,8 @@ class Session:
     timeout_s: float
     writer: dict[str, str]
     nonce: str
+    ops: FileOps = field(default_factory=FileOps)
+    """System calls; here for the named points of protocols."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0

@@ -46,7 +46,7 @@ class Adopted:
     highest_run: int = 0
 
 
-def make_memory_folder(memory_dir: str, name: str) -> str:
+def make_memory_folder(memory_dir: str, name: str, ops: FileOps) -> str:
     """Make `<memory_dir>/shardstore-<uid>/<name>`, private to this user.
 
     Raises:
@@ -57,7 +57,7 @@ def make_memory_folder(memory_dir: str, name: str) -> str:
         path = os.path.join(path, part)
         with translated("memory", "create", path):
             try:
-                os.mkdir(path, 0o700)
+                ops.make_folder(path, 0o700)
             except FileExistsError:
                 pass
             found = os.lstat(path)
@@ -84,8 +84,8 @@ def adopt_files(folder: str, *, rank: int, owner: str, ops: FileOps) -> Adopted:
     result = Adopted()
     with translated("memory", "adopt", folder):
         names = ops.list_folder(folder)
-        dead = _dead_owners(folder, names, rank)
-        ownership.acquire(lock_path(folder, owner, rank))
+        dead = _dead_owners(folder, names, rank, ops)
+        ownership.acquire(lock_path(folder, owner, rank), ops=ops)
         used: set[str] = set()
         for name in sorted(names):
             snapshot_id = SnapshotId.parse(name)
@@ -99,11 +99,11 @@ def adopt_files(folder: str, *, rank: int, owner: str, ops: FileOps) -> Adopted:
             if match and is_ours and _adopt_slot(result, os.path.join(folder, name), ops):
                 used.add(match[1])
         for gone in dead - used:
-            ownership.release(lock_path(folder, gone, rank), remove=True)
+            ownership.release(lock_path(folder, gone, rank), remove=True, ops=ops)
     return result
 
 
-def _dead_owners(folder: str, names: Iterable[str], rank: int) -> set[str]:
+def _dead_owners(folder: str, names: Iterable[str], rank: int, ops: FileOps) -> set[str]:
     """Nonces of runs of this rank whose process is gone; their locks are ours now."""
     owners = set()
     for name in names:
@@ -117,7 +117,7 @@ def _dead_owners(folder: str, names: Iterable[str], rank: int) -> set[str]:
     dead = set()
     for owner in sorted(owners):
         path = lock_path(folder, owner, rank)
-        holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()))
+        holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()), ops=ops)
         if holder is None:
             dead.add(owner)
         else:
@@ -142,6 +142,9 @@ def _adopt_snapshot(
     try:
         names = ops.list_folder(inner)
     except (FileNotFoundError, NotADirectoryError):
+        return False
+    if not names:
+        _remove_empty(inner, ops)
         return False
     result.num_ranks_seen[snapshot_id] = sum(1 for name in names if _SHARD.fullmatch(name))
     if mark_name(rank) in names and snapshot_id.nonce in dead:
@@ -169,6 +172,14 @@ def _adopt_snapshot(
             slot.is_failed = True
     result.slots.append(slot)
     return True
+
+
+def _remove_empty(folder: str, ops: FileOps) -> None:
+    """Remove a folder whose last file's rank died before it could. Who needs it makes it anew."""
+    try:
+        ops.remove_folder(folder)
+    except OSError:
+        pass
 
 
 def _adopt_slot(result: Adopted, path: str, ops: FileOps) -> bool:
@@ -226,8 +237,8 @@ def free_absent_ranks(folder: str, *, local_ranks: Iterable[int], ops: FileOps) 
 
 def _remove_if_dead(folder: str, path: str, owner: str, rank: int, ops: FileOps) -> int:
     lock = lock_path(folder, owner, rank)
-    if ownership.acquire(lock) is not None:
+    if ownership.acquire(lock, ops=ops) is not None:
         return 0
     ops.unlink(path)
-    ownership.release(lock, remove=True)
+    ownership.release(lock, remove=True, ops=ops)
     return 1

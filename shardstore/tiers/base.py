@@ -15,7 +15,7 @@ A tier holds shard files, the same bytes in each, under (snapshot id, rank).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Protocol
 
@@ -112,11 +112,17 @@ class RootTier(Protocol):
         ...
 
     def create_manifest(
-        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+        self,
+        snapshot_id: SnapshotId,
+        data: bytes,
+        *,
+        make_folder: bool,
+        ranks: Collection[int] = (),
     ) -> bytes | None:
         """Create the register exclusively and durably; returns what it holds, ours or another's.
 
-        Without `make_folder`: None if the attempt's folder is gone (it was aborted and removed).
+        Without `make_folder`: None if the attempt's folder is gone (it was aborted and removed), or does
+        not hold a shard of each of `ranks` at that moment.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from shardstore.errors import TierError
@@ -13,7 +13,7 @@ from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
-from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.marks import drop_mark, marks_among, put_mark
 from shardstore.tiers.removing import (
     deleted_id,
@@ -83,12 +83,7 @@ class DiskTier:
 
     def _make_location(self) -> None:
         """Make the root folder, and make the names of all that had to be made durable."""
-        missing, path = [], self.location
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        os.makedirs(self.location, exist_ok=True)
-        for made in missing:
+        for made in make_folders(self._ops, self.location):
             self._ops.fsync_folder(os.path.dirname(made))
 
     def _discard(self, path: str) -> None:
@@ -149,7 +144,12 @@ class DiskTier:
                 os.close(fd)
 
     def create_manifest(
-        self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool
+        self,
+        snapshot_id: SnapshotId,
+        data: bytes,
+        *,
+        make_folder: bool,
+        ranks: Collection[int] = (),
     ) -> bytes | None:
         """Create the register exclusively; returns what it holds afterwards.
 
@@ -158,6 +158,8 @@ class DiskTier:
             data: Its content.
             make_folder: For an abort. A commit never makes the folder: if it is gone, the attempt was
                 aborted and removed, and None is returned.
+            ranks: For a commit: whose shards must be in the same folder. Where one is missing, the attempt
+                was aborted, removed, and its folder made anew by a rank that was late.
         """
         folder = self._folder(snapshot_id)
         path = os.path.join(folder, MANIFEST_NAME)
@@ -165,12 +167,18 @@ class DiskTier:
             with translated(self.name, "publish", path, needed_bytes=len(data)):
                 self._make_attempt_folder(folder)
         try:
-            self._create_exclusively(path, data)
+            # The temp file is in that folder before they are looked for, and linked within it after:
+            # whoever renames the folder away in between takes the temp file along.
+            created = self._create_exclusively(
+                path, data, may_create=lambda: {*ranks} <= {*self.list_ranks(snapshot_id)}
+            )
         except TierError as error:
             if isinstance(error.__cause__, FileNotFoundError) and not make_folder:
                 return None
             raise
         stored = self.read_manifest(snapshot_id)
+        if stored is None and not created and not make_folder:
+            return None
         if stored is None:
             raise TierError(
                 f"{self.name}: {path} vanished right after it was created: another process deletes here",
@@ -178,15 +186,18 @@ class DiskTier:
             )  # fmt: skip
         return stored
 
-    def _create_exclusively(self, path: str, data: bytes) -> bool:
-        """Link a synced temp file to `path`; False if that name is taken."""
+    def _create_exclusively(
+        self, path: str, data: bytes, *, may_create: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Link a synced temp file to `path`; False if that name is taken, or it may not be created."""
         folder = os.path.dirname(path)
         temp = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(4)}.tmp")
         with translated(self.name, "publish", path, needed_bytes=len(data)):
             self._write_synced(temp, data)
             try:
-                self._ops.link(temp, path)
-                created = True
+                created = may_create()
+                if created:
+                    self._ops.link(temp, path)
             except FileExistsError:
                 created = False
             except OSError:

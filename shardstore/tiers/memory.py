@@ -390,6 +390,15 @@ class MemoryTier:
     def _named(self, snapshot_id: SnapshotId) -> list[Slot]:
         return [s for s in self._slots if s.id == snapshot_id and s.state == "sealed"]
 
+    def unmark(self) -> list[SnapshotId]:
+        """Take all those marks away, before all ranks give memory back; returns what was marked.
+
+        A rank that dies later than another one that has freed its files leaves no loss to be told of.
+        """
+        with self._changed:
+            ids = [slot.id for slot in self._slots if slot.state == "sealed" and slot.id]
+            return [i for i in ids if self._pool.files.unmark(i)]
+
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make `count` free warm slots of `nbytes` in the background, as far as the budget goes."""
         with self._changed:
@@ -424,3 +433,7 @@ class MemoryTier:
                 else:
                     self._slots.remove(slot)
                     slot.unmap()
+
+    def leave(self, *, remove: bool) -> None:
+        """After `close`: let go of the locks; with `remove` their files and the folder go as well."""
+        self._pool.files.leave(remove=remove)

@@ -14,8 +14,8 @@ from shardstore.errors import TierFullError, without_frames
 from shardstore.format.manifest import shard_file_name
 from shardstore.format.marks import MARKS, Mark, mark_file
 from shardstore.format.records import SnapshotId
-from shardstore.tiers import pages
-from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers import ownership, pages
+from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.limits import SPARE_BYTES, TMPFS_REMEDY, check_room
 from shardstore.tiers.marks import drop_mark, put_mark
 from shardstore.tiers.slots import Slot, erase_header, map_slot
@@ -62,7 +62,7 @@ class SlotFiles:
         path = self._free_name(self.folder)
         try:
             with translated("memory", "reserve", path, needed_bytes=nbytes):
-                os.makedirs(self.folder, 0o700, exist_ok=True)  # somebody may have cleaned up
+                make_folders(self._ops, self.folder, 0o700)  # somebody may have cleaned up
                 self._check_room(nbytes, path)
                 fd = self._ops.open_new(path, 0o600)
                 try:
@@ -160,29 +160,35 @@ class SlotFiles:
         return os.path.join(folder, f"slot-{self.owner}-{self.rank:05d}-{serial:04d}-{token}")
 
     def retire(self, slot: Slot) -> None:
-        """Make a sealed slot unreadable and nameless, before anything is written into it."""
-        erase_header(self._ops, slot)
+        """Make a sealed slot unreadable and nameless, before anything is written into it.
+
+        Its marks go first: one that outlived the file would tell every later start of a loss.
+        """
         old_path, snapshot_id = slot.path, slot.id
+        folder = None
+        if old_path is not None and snapshot_id is not None and self.folder is not None:
+            folder = os.path.join(self.folder, snapshot_id.name)
+            self._drop_marks(folder)
+        erase_header(self._ops, slot)
         slot.state, slot.id = "free", None
         slot.is_failed = slot.is_safe = slot.is_kept = slot.is_leaving = False
-        if old_path is None or snapshot_id is None or self.folder is None:
+        if folder is None or old_path is None or self.folder is None:
             return
         slot.path = self._free_name(self.folder)
         with translated("memory", "retire", old_path):
             self._ops.rename(old_path, slot.path)
-        self._leave_snapshot_folder(os.path.join(self.folder, snapshot_id.name))
+        try:
+            self._ops.remove_folder(folder)
+        except OSError:
+            pass  # other ranks have files in it
 
-    def _leave_snapshot_folder(self, folder: str) -> None:
-        """Remove this rank's marks, and the folder if no other rank has files in it."""
+    def _drop_marks(self, folder: str) -> None:
+        """Remove this rank's marks beside one snapshot."""
         for name in (mark_name(self.rank), *(mark_file(mark, self.rank) for mark in MARKS)):
             try:
                 self._ops.unlink(os.path.join(folder, name))
             except OSError:
                 pass
-        try:
-            self._ops.remove_folder(folder)
-        except OSError:
-            pass
 
     def free(self, slot: Slot) -> None:
         """Give a slot's memory back to the system."""
@@ -213,6 +219,28 @@ class SlotFiles:
                     if not os.path.exists(slot.path):
                         raise
         slot.path = target
+
+    def leave(self, *, remove: bool) -> None:
+        """Let go of what this rank owns here; with `remove` the folder goes if no other rank needs it."""
+        if self.folder is None:
+            return
+        ownership.release_all(self.folder, self.rank, remove=remove, ops=self._ops)
+        if remove:
+            for folder in (self.folder, os.path.dirname(self.folder)):
+                try:
+                    self._ops.remove_folder(folder)
+                except OSError:
+                    break  # other ranks or namespaces are still there
+
+    def unmark(self, snapshot_id: SnapshotId) -> bool:
+        """Take that mark away; False if there is none."""
+        if self.folder is None:
+            return False
+        try:
+            self._ops.unlink(os.path.join(self.folder, snapshot_id.name, mark_name(self.rank)))
+        except OSError:
+            return False
+        return True
 
     def mark_complete(self, snapshot_id: SnapshotId) -> None:
         """Leave a mark that this memory-only snapshot was complete on all ranks."""
