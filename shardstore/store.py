@@ -490,6 +490,7 @@ class SnapshotStore:
             name=f"preempt/{len(self._guards)}",
             grace_s=check_timeout(grace_s, what="grace_s"),
             signals=check_signals(signals),
+            earlier=self._guards[-1] if self._guards else None,
         )
         self._guards.append(guard)
         return guard
@@ -556,7 +557,7 @@ class SnapshotStore:
     ) -> None:
         if kind is None:
             self.close()
-        else:
+        elif os.getpid() == self._pid:  # not a forked child, which leaves the `with` of its parent
             self._abandon("its `with` was left by an exception")
 
     def _check_usable(self, call: str) -> None:

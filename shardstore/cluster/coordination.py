@@ -148,12 +148,14 @@ class Coordinator:
         """`propose` without waiting for the answer."""
         self._owner.call(lambda store: store.compare_set(key, value))
 
-    def watch(self, keys: Sequence[str], *, every_s: float = 0.0) -> Future[list[bytes] | Stopped]:
+    def watch(
+        self, keys: Sequence[str], *, stop: str | None = None, every_s: float = 0.0
+    ) -> Future[list[bytes] | Stopped]:
         """Wait for keys without blocking and without a deadline; callbacks run on the owner's thread.
 
-        `every_s` is for what may be long in coming: looked for no more often than that, in seconds.
+        `stop` is a key that ends it early. `every_s` is for what may be long in coming: looked for no more often than that, in seconds.
         """
-        return self._owner.watch(keys, None, every_s=every_s)
+        return self._owner.watch(keys, stop, every_s=every_s)
 
     # ------------------------------------------------------------------- waits
 
@@ -347,7 +349,7 @@ class Coordinator:
                 self.propose(f"left/{self.rank}", b"1")
         except CoordinationError:
             clean = False
-            self._linger()
+            self._linger(min(_LINGER_S, timeout_s) if is_total else _LINGER_S)
         self._owner.end("the store was closed")
         return clean
 
@@ -360,17 +362,17 @@ class Coordinator:
         self._linger()
         self._owner.end("this rank has left the store")
 
-    def _linger(self) -> None:
+    def _linger(self, limit_s: float = _LINGER_S) -> None:
         if self.rank != 0 or self.world_size == 1:
             return
 
         def untold(store: KeyValueStore) -> bool:
             return any(store.get(f"{name}/done") is not None for name in self._untold)
 
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + limit_s
         pause = threading.Event()
         try:
-            while time.monotonic() < deadline and self._owner.call(untold).result(_LINGER_S):
+            while time.monotonic() < deadline and self._owner.call(untold).result(limit_s):
                 pause.wait(_LINGER_POLL_S)
         except (CoordinationError, FutureTimeoutError):
             pass

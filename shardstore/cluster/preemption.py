@@ -159,6 +159,11 @@ class PreemptionWatch:
             watch = self._coordinator.watch([self._key], every_s=self._poll_s)
             watch.add_done_callback(self._heard_of)
 
+    @property
+    def has_caught(self) -> bool:
+        """Whether a signal has come to this process, which `heard` may not have been told yet."""
+        return self._catcher.has_caught
+
     def release(self) -> None:
         """Put back who listened to the signals before. What other ranks tell is still heard."""
         self._catcher.release()

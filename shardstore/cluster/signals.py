@@ -4,28 +4,26 @@ A Python handler runs on the main thread, between two byte codes: not while that
 collective. The interpreter's *wakeup descriptor* is written to from the C handler at once, so a thread that
 reads it hears the signal as soon as it gets the interpreter's lock.
 
-Forked children inherit both, and must not take a signal of theirs for one of the trainer's:
-
-- In every forked child the descriptor and the handlers are put back to what they were before.
-- Workers of `multiprocessing`, as data loaders fork them, get the scheduler's signal together with the trainer
-  wherever a whole process group is signalled. If they died of it, the trainer's next batch would raise before
-  its last snapshot. So they hold such a signal back, and act on it only if their parent sent it
-  (`Process.terminate`), is gone, or watches no more. Blocking, not a handler: torch's data loader installs a
-  C handler of its own in each worker, which ends the worker.
+Forked children inherit both, and must not take a signal of theirs for one of the trainer's: in every one the
+descriptor and the handlers are put back to what they were before. Workers of `multiprocessing` hold the signals
+back on top of that (`heldback.py`).
 """
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any, Final
+
+from shardstore.cluster.heldback import hold_back
 
 _WAKE: Final = b"\0"
 """Ends the listener; no signal has this number."""
@@ -47,10 +45,14 @@ class SignalCatcher:
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         """Kept after the release: whoever came after us may still call our handler."""
+        self.has_caught = False
+        """Whether one has come to the main thread, which hears of it before our own thread may have."""
         self._is_installed = False
-        self._reader, self._writer, self._outer_wakeup = -1, -1, -1
+        self._is_over = False
+        self._reader, self._writer = -1, -1
+        self._outer = _Descriptor(-1)
         self._thread: threading.Thread | None = None
-        self._watching = mmap.mmap(-1, 1)  # shared with forked children
+        self._watching = _shared_flag()
         self._lock = threading.Lock()
 
     @property
@@ -76,7 +78,7 @@ class SignalCatcher:
                 "signals are caught already in this process: leave the earlier guard_preemption first"
             )
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._outer_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._outer = _Descriptor(signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False))
         try:
             for signum in self.signals:
                 self._previous[signum] = signal.signal(signum, self._handle)
@@ -107,13 +109,13 @@ class SignalCatcher:
                 self._put_back()
             if _active is self and is_main:
                 _active = None
-            thread, self._thread = self._thread, None
-        if thread is not None and is_main:
+            thread = self._thread if is_main else None
+            if thread is not None:
+                self._thread = None
+        if thread is not None:
+            self._is_over = True
             self._tell(_WAKE)
-            thread.join(1.0)
-            self._close_pipe()
-        elif thread is not None:
-            self._thread = thread
+            thread.join(1.0)  # it closes the pipe: perhaps later, if it is held up
         return is_main
 
     def _put_back(self) -> None:
@@ -122,9 +124,11 @@ class SignalCatcher:
                 # None: a handler that Python does not know, and cannot install again.
                 signal.signal(signum, signal.SIG_DFL if previous is None else previous)
         self._is_installed = False
-        current = signal.set_wakeup_fd(self._outer_wakeup, warn_on_full_buffer=False)
-        if current != self._writer:
-            signal.set_wakeup_fd(current, warn_on_full_buffer=False)  # somebody's after us
+        current = signal.set_wakeup_fd(-1)
+        if current == self._writer:
+            current = self._outer.fd if self._outer.is_same() else -1
+        with suppress(OSError, ValueError):  # somebody's after us, who closed it
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
 
     def _close_pipe(self) -> None:
         for fd in (self._reader, self._writer):
@@ -144,6 +148,7 @@ class SignalCatcher:
         """The Python handler. Takes no lock: it may interrupt anything on the main thread."""
         previous = self._previous.get(signum)
         if self.is_on:
+            self.has_caught = True
             self._tell(bytes([signum]))  # somebody may have taken the wakeup descriptor since
             if callable(previous) and previous is not signal.default_int_handler:
                 previous(signum, frame)
@@ -169,20 +174,48 @@ class SignalCatcher:
                 data = os.read(reader, 512)
             except BlockingIOError:
                 continue
-            if self._outer_wakeup >= 0:
-                self._pass_on(data)
+            self._pass_on(data.replace(_WAKE, b""))
             for signum in data:
                 if signum in self.signals:
                     self._heard(signum)
-            if _WAKE in data:
+            if _WAKE in data or self._is_over:  # which a full pipe had no room for
+                self._close_pipe()
                 return
 
     def _pass_on(self, data: bytes) -> None:
         """To whoever had the wakeup descriptor before: an event loop, as a rule."""
+        if data and self._outer.is_same():
+            with suppress(OSError):
+                os.write(self._outer.fd, data)
+
+
+class _Descriptor:
+    """Somebody else's, who may close it: its number may be that of a file of anybody then."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._identity = self._look()
+
+    def is_same(self) -> bool:
+        return self._identity is not None and self._look() == self._identity
+
+    def _look(self) -> tuple[int, int] | None:
         try:
-            os.write(self._outer_wakeup, data.replace(_WAKE, b""))
+            found = os.fstat(self.fd)
         except OSError:
-            pass
+            return None
+        return found.st_dev, found.st_ino
+
+
+_flag: tuple[int, mmap.mmap] | None = None
+
+
+def _shared_flag() -> mmap.mmap:
+    """Of this process, shared with its forked children: a loader's workers may outlive one guard and serve the next."""
+    global _flag  # noqa: PLW0603
+    if _flag is None or _flag[0] != os.getpid():
+        _flag = os.getpid(), mmap.mmap(-1, 1)
+    return _flag[1]
 
 
 _active: SignalCatcher | None = None
@@ -206,27 +239,9 @@ _anchor: Final = _Anchor()
 
 def _in_worker(_: _Anchor) -> None:
     """In a child that multiprocessing forked, before its own work begins."""
-    catcher = _inherited
-    if catcher is None or not catcher.is_on:
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, catcher.signals)
-    threading.Thread(
-        target=_hold_back, args=(catcher, os.getppid()), name="shardstore-signals", daemon=True
-    ).start()
-
-
-def _hold_back(catcher: SignalCatcher, parent: int) -> None:
-    while True:
-        info = signal.sigwaitinfo(catcher.signals)
-        is_ours = info.si_pid == parent or os.getppid() != parent or not catcher.is_on
-        if not is_ours:
-            continue
-        data = sys.modules.get("torch.utils.data")
-        if info.si_pid == parent and data is not None and data.get_worker_info() is not None:
-            os._exit(0)  # as torch's own handler does when the loader ends its worker
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, catcher.signals)
-        os.kill(os.getpid(), info.si_signo)
-        signal.pthread_sigmask(signal.SIG_BLOCK, catcher.signals)
+    catcher, parent = _inherited, multiprocessing.parent_process()
+    if catcher is not None and catcher.is_on and parent is not None and parent.pid is not None:
+        hold_back(catcher.signals, parent=parent.pid, is_on=lambda: catcher.is_on)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -51,14 +53,16 @@ class Flusher:
         self._pipeline = pipeline
         self._kept = kept
         self._ops = ops
-        self._turn = threading.Lock()
         self._changed = threading.Condition()
+        self._turns: deque[str] = deque()
+        """Names of flushes that run or wait, first come, first served: in the same order on all ranks."""
         self._num_begun, self._num_over = 0, 0
 
     def start(self, name: str, timeout_s: float) -> None:
         """`run`, in the background. Does not wait."""
         with self._changed:
             self._num_begun += 1
+            self._turns.append(name)
             self._changed.notify_all()
         threading.Thread(
             target=self._run_behind, args=(name, timeout_s), name="shardstore-flush", daemon=True
@@ -66,7 +70,7 @@ class Flusher:
 
     def _run_behind(self, name: str, timeout_s: float) -> None:
         try:
-            self.run(name, timeout_s)
+            self._run_in_turn(name, timeout_s)
         finally:
             with self._changed:
                 self._num_over += 1
@@ -89,19 +93,31 @@ class Flusher:
         Returns:
             What is safe now; None if there is nothing, or it took too long.
         """
-        session = self._session
+        with self._changed:
+            self._turns.append(name)
+        return self._run_in_turn(name, timeout_s)
+
+    def _run_in_turn(self, name: str, timeout_s: float) -> SnapshotInfo | None:
         until = time.monotonic() + timeout_s
-        if not session.has_outer or not self._turn.acquire(timeout=timeout_s):
-            return None
         try:
-            started = time.monotonic()
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._turns[0] == name, timeout_s):
+                    return None
+            return self._run(name, until) if self._session.has_outer else None
+        finally:
+            with self._changed:
+                self._turns.remove(name)
+                self._changed.notify_all()
+
+    def _run(self, name: str, until: float) -> SnapshotInfo | None:
+        session, started = self._session, time.monotonic()
+        try:
             self._ops.point("flush")
             chosen = self._choose(name, until)
             if chosen is None:
                 session.log("flush: no snapshot of all ranks can be further out than it is")
                 return None
-            with session.urgency.prefer(chosen, until=until):
-                info = self._bring_out(chosen, until)
+            info = self._bring_out(chosen, until)
             tier, seconds = session.outermost.tier, time.monotonic() - started
             if info is None:
                 session.warn(
@@ -114,8 +130,6 @@ class Flusher:
         except (ShardStoreError, OSError) as error:
             session.warn("flush: %s", error)
             return None
-        finally:
-            self._turn.release()
 
     # ------------------------------------------------------------------ choice
 
@@ -168,11 +182,14 @@ class Flusher:
     # ------------------------------------------------------------------- write
 
     def _bring_out(self, snapshot_id: SnapshotId, until: float) -> SnapshotInfo | None:
+        urgency = self._session.urgency
         for save in self._pipeline.pending:
             if save.id == snapshot_id and save.persist:
-                self._pipeline.spill_now(save, until=until)
-                return self._settle(save, until)
-        return self._ask_for(snapshot_id, until)
+                with urgency.prefer(snapshot_id, until=until):
+                    self._pipeline.spill_now(save, until=until)
+                    return self._settle(save, until)
+        with urgency.prefer(snapshot_id, until=until, is_kept=True):
+            return self._ask_for(snapshot_id, until)
 
     def _settle(self, save: PendingSave, until: float) -> SnapshotInfo | None:
         """Publish on rank 0, past older saves that still wait; hear of it elsewhere."""
@@ -202,21 +219,25 @@ class Flusher:
             left = until - time.monotonic()
             if left <= 0 or save.settled.wait(min(left, _LOOK_S)):
                 break
-        ranks = list(range(session.world_size))
         if save.settled.is_set():
             return True
-        if save.completion is None:
+        if save.completion is None or save.completion.failure is not None:
             return False
-        heard = session.coordinator.wait(
-            [f"durable/{save.count}/{rank}" for rank in ranks],
-            phase=f"{save.label}: waiting for all ranks to flush",
-            ranks=ranks,
+        heard = session.coordinator.watch(
+            [f"durable/{save.count}/{rank}" for rank in range(session.world_size)],
             stop=fail_key(save),
-            timeout_s=max(0.0, until - time.monotonic()),
-            is_total=True,
         )
-        if isinstance(heard, Stopped):
-            return False
+        try:
+            # The commit behind may be faster, and the keys be gone before this looks at them.
+            while save.outcome is None:
+                if time.monotonic() >= until:
+                    return False
+                with suppress(FutureTimeoutError):
+                    if isinstance(heard.result(_LOOK_S), Stopped):
+                        return False
+                    break
+        finally:
+            heard.cancel()
         self._ops.point("publish flushed")
         return commit_on_rank_0(session, save).failure is None
 

@@ -29,8 +29,9 @@ class PreemptionGuard:
         name: str,
         grace_s: float,
         signals: Sequence[signal.Signals],
+        earlier: PreemptionGuard | None = None,
     ) -> None:
-        """Listen to nothing yet. `name` is used once, equal on all ranks."""
+        """Listen to nothing yet. `name` is used once, equal on all ranks; `earlier` is the guard before this one."""
         self._session = session
         self._flusher = flusher
         self._name = name
@@ -39,6 +40,11 @@ class PreemptionGuard:
         self._stop = StopPoint(session.coordinator, name, self._grace)
         self._pid = os.getpid()
         self._state = "new"
+        self._earlier = earlier
+        self.later: PreemptionGuard | None = None
+        """The guard after this one: it is told what this one still hears."""
+        if earlier is not None:
+            earlier.later = self
 
     def __enter__(self) -> PreemptionGuard:
         """Listen. Only the main thread can.
@@ -49,7 +55,12 @@ class PreemptionGuard:
         """
         if self._state != "new":
             raise ShardStoreError("a guard is entered once: call guard_preemption again")
+        earlier = self._earlier
+        if earlier is not None and earlier.was_left:
+            earlier.release()  # its signal, if one has come, is known
         self._watch.start()
+        if earlier is not None and earlier.is_preempted:
+            self.follow(earlier.remaining_s)
         self._session.grace = self._grace
         self._state = "on"
         return self
@@ -61,9 +72,11 @@ class PreemptionGuard:
         trace: TracebackType | None,
     ) -> None:
         """Leave the signals to whoever had them, unless one has come: then the store's `close` does that."""
+        if os.getpid() != self._pid:
+            return  # a forked child that leaves the `with` of its parent
         self._state = "left"
         self._stop.leave()
-        if not self._grace.has_begun:
+        if not (self._grace.has_begun or self._watch.has_caught):
             self._watch.release()
 
     def should_stop(self, step: int) -> bool:
@@ -102,6 +115,18 @@ class PreemptionGuard:
         """Seconds until the scheduler kills: infinite until a signal has come, never below 0."""
         return self._grace.remaining_s
 
+    @property
+    def was_left(self) -> bool:
+        """Whether its `with` is over."""
+        return self._state == "left"
+
+    def follow(self, remaining_s: float) -> None:
+        """The guard before this one knows of a signal, perhaps since its `with` was left (for that guard)."""
+        if self._grace.begin(late_s=self._grace.grace_s - remaining_s):
+            self._stop.hear()
+            if self.later is not None:
+                self.later.follow(remaining_s)
+
     def release(self) -> None:
         """Put the signal handlers back, whatever has come (for the store)."""
         self._watch.release()
@@ -116,8 +141,11 @@ class PreemptionGuard:
             )  # fmt: skip
         else:
             session.log("rank %d (%s) received %s", notice.rank, notice.host, notice.signal)
-        self._stop.hear()
+        if self.later is not None:
+            self.later.follow(self._grace.remaining_s)
+        # Before anybody can know where to stop: all ranks flush in the same order.
         self._flusher.start(f"{self._name}/flush", self._grace.usable_s)
+        self._stop.hear()
 
     def __repr__(self) -> str:
         left = f", {self.remaining_s:.1f} s left" if self.is_preempted else ""

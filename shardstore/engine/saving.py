@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
@@ -46,6 +47,8 @@ class SavePipeline:
         self._ops = ops
         self._run = RunNumber(session)
         self._pending: list[PendingSave] = []
+        self._urgent: list[threading.Thread] = []
+        """What a flush has begun to write; one flush at a time."""
         self._lock = threading.Lock()
         self._copier: Worker[PendingSave] = Worker("copy", self._copy)
         self._sealer: Worker[PendingSave] = Worker("seal", self._seal)
@@ -221,19 +224,24 @@ class SavePipeline:
             self._hand_on(save)
 
     def spill_now(self, save: PendingSave, *, until: float) -> bool:
-        """Write this one to the outermost tier on this thread, past those before it in the queue.
+        """Write this one to the outermost tier, past those before it in the queue.
 
-        Where that is under way already, wait for it, at most until `until` (monotonic seconds).
+        On a thread of its own: however long a disk takes, this waits no longer than `until` (monotonic seconds).
 
         Returns:
             Whether its spill is over.
         """
         if save.spill_turn.acquire(blocking=False):
-            self._write(save, is_urgent=True)
+            self._behind(lambda: self._write(save, is_urgent=True))
         while (left := until - time.monotonic()) > 0 and not save.spilled.wait(min(left, _LOOK_S)):
-            if save.is_on_disk:
-                self._pass_on(save)
+            if save.is_on_disk and save.pass_turn.acquire(blocking=False):
+                self._behind(lambda: self._hand_on(save))
         return save.spilled.is_set()
+
+    def _behind(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="shardstore-urgent", daemon=True)
+        self._urgent = [t for t in self._urgent if t.is_alive()] + [thread]
+        thread.start()
 
     def _write(self, save: PendingSave, *, is_urgent: bool = False) -> None:
         """`is_urgent`: to the outermost tier at once."""
@@ -310,6 +318,9 @@ class SavePipeline:
         for worker in (self._copier, self._sealer, self._spiller, self._passer):
             worker.stop()
             done = worker.join(timeout_s) and done
+        for thread in self._urgent:
+            thread.join(timeout_s)
+            done = not thread.is_alive() and done
         for worker in (self._completer, self._committer):
             worker.stop()
             worker.join(_SMALL_JOIN_S)

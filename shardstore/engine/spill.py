@@ -184,7 +184,7 @@ def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> Se
         try:
             with _work(session, target, snapshot_id.step, reader.nbytes) as work:
                 for start in range(0, reader.nbytes, WRITE_BYTES):
-                    session.urgency.give_way(snapshot_id)
+                    session.urgency.give_way(snapshot_id, is_kept=True)
                     part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
                     writer.write(part, start)
                     session.coordinator.progress(len(part))

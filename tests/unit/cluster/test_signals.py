@@ -251,3 +251,114 @@ def test_many_descriptors_do_not_matter() -> None:
     finally:
         for fd in held:
             os.close(fd)
+
+
+def _blocked_with_a_handler(started: Any) -> None:
+    def bye(_signum: int, _frame: object) -> None:
+        os._exit(23)
+
+    signal.signal(signal.SIGTERM, bye)
+    started.set()
+    os.read(os.pipe()[0], 1)  # as a worker that waits for its next piece of work
+
+
+def test_a_workers_own_handler_runs_though_it_waits_in_a_system_call() -> None:
+    with catching(signal.SIGTERM), _worker(_blocked_with_a_handler) as worker:
+        worker.join(0.1)
+        worker.terminate()
+        worker.join(10.0)
+        assert worker.exitcode == 23, "as of a pool, whose end waits for its workers"
+
+
+def _fork_and_wait(started: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        started.set()
+    time.sleep(60.0)
+
+
+def test_what_a_worker_forks_holds_nothing_back() -> None:
+    with catching(signal.SIGTERM), _worker(_fork_and_wait):
+        pass
+
+
+def test_a_worker_that_outlives_a_guard_holds_signals_back_under_the_next() -> None:
+    with catching(signal.SIGTERM) as (catcher, _), _worker() as worker:
+        catcher.release()
+        with catching(signal.SIGTERM):
+            _signal_from_elsewhere(worker.pid, signal.SIGTERM)
+            worker.join(0.3)
+            assert worker.is_alive(), "as persistent workers do"
+
+
+def _trainer_with_a_worker(connection: Any) -> None:
+    def ended_by(started: Any) -> None:
+        connection.send(os.getpid())
+        _work(started)
+
+    catcher = SignalCatcher([signal.SIGTERM], lambda _: None)
+    catcher.install()
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    worker = context.Process(target=ended_by, args=(started,), daemon=False)
+    worker.start()
+    assert started.wait(10.0)
+    _signal_from_elsewhere(worker.pid or 0, signal.SIGTERM)
+    connection.send("signalled")
+    time.sleep(60.0)
+
+
+def test_a_signal_held_back_ends_the_worker_once_its_parent_is_gone() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    trainer = context.Process(target=_trainer_with_a_worker, args=(theirs,), daemon=False)
+    trainer.start()
+    theirs.close()
+    assert isinstance(ours.recv(), int)
+    assert ours.recv() == "signalled"
+    assert not ours.poll(0.3), "it holds its end open"
+    trainer.kill()
+    trainer.join()
+    assert ours.poll(10.0), "it stayed for ever"
+    with pytest.raises(EOFError):
+        ours.recv()
+
+
+def test_a_wakeup_descriptor_that_its_owner_has_closed_is_left_alone() -> None:
+    """As an event loop's that ends inside the guard: its number may be that of any file by then."""
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    with catching() as (catcher, ears):
+        os.close(writer)
+        other = os.memfd_create("other")
+        os.dup2(other, writer)
+        os.kill(os.getpid(), SIGNAL)
+        assert ears.some.wait(5.0)
+        catcher.release()
+        assert os.fstat(writer).st_size == 0, "a byte was written into somebody's file"
+    assert signal.set_wakeup_fd(-1) == -1
+    for fd in {reader, writer, other}:
+        os.close(fd)
+
+
+def test_a_pipe_is_not_taken_from_a_listener_that_is_held_up() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def heard(_signum: int) -> None:
+        entered.set()
+        assert go.wait(30.0)
+
+    catcher = SignalCatcher([SIGNAL], heard)
+    catcher.install()
+    pipe = catcher._reader
+    os.kill(os.getpid(), SIGNAL)
+    assert entered.wait(5.0)
+    catcher.release()  # waits a second in vain
+    other = os.memfd_create("other")
+    assert other != pipe, "the listener would read from somebody's file"
+    go.set()
+    os.close(other)
