@@ -508,12 +508,16 @@ class SnapshotStore:
             return
         self._check_open("close")
         self._state = "closed"
+        if self._guards:
+            self._guards[-1].listen_again()
         try:
             self._guard.close()
             self._stager.close()
             error = self._leaver.close(keep_memory=keep_memory)
         except BaseException:  # an interrupt: own seals and spills go on behind
             self._leaver.abandon()
+            if not self._session.is_ending:
+                self._release_signals()
             raise
         self._release_signals()
         if error is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,14 @@ class _Point(msgspec.Struct, frozen=True):
     all_flagged: bool
 
 
+class Patience(NamedTuple):
+    """How long to wait for other ranks."""
+
+    timeout_s: float
+    is_total: bool = False
+    """Whatever their progress."""
+
+
 class AgreedPoint:
     """One agreement. `reached` answers alike on every rank for the same call number.
 
@@ -42,7 +50,7 @@ class AgreedPoint:
         name: str,
         *,
         reached: int | None,
-        timeout_s: float | Callable[[], float],
+        patience: Callable[[], Patience],
         what: str = "where to raise",
     ) -> None:
         """Unfrozen.
@@ -51,13 +59,12 @@ class AgreedPoint:
             coordinator: Of this rank.
             name: Used once; equal on all ranks.
             reached: Number of the last call that began already; None: none did.
-            timeout_s: Longest wait for the point; then "no point" is proposed. A function is asked when
-                the wait begins, and the ranks' progress does not prolong that.
+            patience: How long to wait for the point, asked when the wait begins; then "no point" is proposed.
             what: What is agreed on, for messages.
         """
         self._coordinator = coordinator
         self._name = name
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._what = what
         self._lock = threading.Lock()
         self._reached = reached
@@ -120,8 +127,7 @@ class AgreedPoint:
 
     def _ask(self) -> _Point:
         key = f"{self._name}/point"
-        is_total = callable(self._timeout_s)
-        timeout_s = self._timeout_s() if callable(self._timeout_s) else self._timeout_s
+        timeout_s, is_total = self._patience()
         try:
             values = self._coordinator.wait(
                 [key],

@@ -73,7 +73,7 @@ class Watch:
 
 def _settle(future: Future[Any], value: object) -> None:
     try:
-        if future.set_running_or_notify_cancel():
+        if not future.done() and future.set_running_or_notify_cancel():
             future.set_result(value)
     except (InvalidStateError, RuntimeError):
         pass  # `_fail` was faster, on the thread that leaves

@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from shardstore.cluster.agreed import AgreedPoint
+from shardstore.cluster.agreed import AgreedPoint, Patience
 from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.signals import SignalCatcher
 from shardstore.errors import shown
@@ -80,6 +81,11 @@ class Grace:
         return self._deadline < math.inf
 
     @property
+    def is_over(self) -> bool:
+        """Whether the time is up, and the process still there."""
+        return self._deadline <= time.monotonic()
+
+    @property
     def remaining_s(self) -> float:
         """Seconds until the kill: infinite before a signal, never below 0."""
         return max(0.0, self._deadline - time.monotonic())
@@ -99,7 +105,7 @@ class StopPoint:
             coordinator,
             f"{name}/stop",
             reached=None,
-            timeout_s=lambda: grace.usable_s,
+            patience=lambda: Patience(grace.usable_s, is_total=True),
             what="the step to stop at",
         )
         self._last = -1
@@ -145,7 +151,8 @@ class PreemptionWatch:
         self._key = f"{name}/signal"
         self._grace = grace
         self._tell = heard
-        self._catcher = SignalCatcher(signals, self._caught)
+        self._catcher = SignalCatcher(signals, self._caught, is_past=lambda: grace.is_over)
+        self._is_listening = False
         self._poll_s = _POLL_S + _POLL_S_PER_RANK * coordinator.world_size
 
     def start(self) -> None:
@@ -155,6 +162,7 @@ class PreemptionWatch:
             ValueError: Not on the main thread.
         """
         self._catcher.install()
+        self._is_listening = True
         if self._coordinator.world_size > 1:
             watch = self._coordinator.watch([self._key], every_s=self._poll_s)
             watch.add_done_callback(self._heard_of)
@@ -166,7 +174,18 @@ class PreemptionWatch:
 
     def release(self) -> None:
         """Put back who listened to the signals before. What other ranks tell is still heard."""
+        self._is_listening = False
         self._catcher.release()
+
+    def listen_again(self) -> None:
+        """After `release`, where this thread can and nobody else listens."""
+        if not self._is_listening:
+            catcher = SignalCatcher(
+                self._catcher.signals, self._caught, is_past=lambda: self._grace.is_over
+            )
+            with suppress(ValueError):
+                catcher.install()
+                self._catcher, self._is_listening = catcher, True
 
     def _caught(self, signum: int) -> None:
         """A signal to this process."""

@@ -32,16 +32,24 @@ _WAKE: Final = b"\0"
 class SignalCatcher:
     """Hears some signals in place of what they did before. At most one per process."""
 
-    def __init__(self, signals: Sequence[signal.Signals], heard: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals],
+        heard: Callable[[int], None],
+        *,
+        is_past: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Change nothing yet.
 
         Args:
             signals: What to listen for.
             heard: Called with a signal's number, on a thread of the catcher's own; perhaps more than once
                 for one signal.
+            is_past: Whether there is nothing left to do but to end: a signal then does what it did before.
         """
         self.signals = tuple(signals)
         self._heard = heard
+        self._is_past = is_past
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         """Kept after the release: whoever came after us may still call our handler."""
@@ -147,7 +155,7 @@ class SignalCatcher:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """The Python handler. Takes no lock: it may interrupt anything on the main thread."""
         previous = self._previous.get(signum)
-        if self.is_on:
+        if self.is_on and not self._is_past():
             self.has_caught = True
             self._tell(bytes([signum]))  # somebody may have taken the wakeup descriptor since
             if callable(previous) and previous is not signal.default_int_handler:

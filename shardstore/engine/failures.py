@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Final
 
-from shardstore.cluster.agreed import AgreedPoint
+from shardstore.cluster.agreed import AgreedPoint, Patience
 from shardstore.engine.session import Failure, PendingSave, Session
 from shardstore.engine.transitions import lost
 from shardstore.errors import SaveFailedError
@@ -54,10 +54,14 @@ class Failures:
                 self._session.coordinator,
                 f"raise/{save.count}",
                 reached=self._entered,
-                timeout_s=self._session.timeout_s * _SHARE,
+                patience=self._patience,
             )
             point.signal(flag=save.raised is not None)
             self._known.append(_Known(save.step, failure, point))
+
+    def _patience(self) -> Patience:
+        session = self._session
+        return Patience(session.in_time(session.timeout_s * _SHARE), is_total=session.is_ending)
 
     def due_at(self, count: int) -> SaveFailedError | None:
         """What save `count` must raise; waits for the other ranks' answer only after a failure."""

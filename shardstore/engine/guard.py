@@ -127,6 +127,11 @@ class PreemptionGuard:
             if self.later is not None:
                 self.later.follow(remaining_s)
 
+    def listen_again(self) -> None:
+        """While the store closes: what is still written deserves the same notice (for the store)."""
+        if self._state == "left":
+            self._watch.listen_again()
+
     def release(self) -> None:
         """Put the signal handlers back, whatever has come (for the store)."""
         self._watch.release()

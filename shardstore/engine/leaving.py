@@ -22,7 +22,7 @@ _OWN_S: Final = 60.0
 _SEAL_S: Final = 10.0
 """How long an abandoned store tries to seal what was staged."""
 _LAST_S: Final = 1.0
-"""Least time for leaving together in a grace period."""
+"""The most that leaving takes of a grace period's last part."""
 _OTHERS_S: Final = 5.0
 """How long the interpreter's exit waits for outcomes that other ranks have a part in."""
 
@@ -81,13 +81,18 @@ class Leaver:
                 "%s stays in memory: it was not on the %s in time",
                 save.id or save.label, session.outermost.tier if session.has_outer else "other ranks",
             )  # fmt: skip
-        last_s = max(_LAST_S, session.in_time(session.timeout_s))
+        last_s = max(self._least_s(), session.in_time(session.timeout_s))
         session.coordinator.close(last_s, is_total=True)
-        if is_drained and self._pipeline.stop_own(max(_LAST_S, session.in_time(_OWN_S))):
+        if is_drained and self._pipeline.stop_own(max(self._least_s(), session.in_time(_OWN_S))):
             self._give_back(keep_memory=True)
         else:
             self._on_gone()  # what still is written ends with the process; its memory stays
         return error
+
+    def _least_s(self) -> float:
+        """Time for leaving together when all that may be worked for is used up."""
+        grace = self._session.grace
+        return _LAST_S if grace is None else min(_LAST_S, grace.margin_s / 3)
 
     def abandon(self) -> None:
         """Leave without waiting for any rank; own seals and spills go on in the background."""

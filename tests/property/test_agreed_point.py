@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardstore.cluster.agreed import AgreedPoint
+from shardstore.cluster.agreed import AgreedPoint, Patience
 from tests.unit.cluster.threads import coordinators
 
 NUM_CALLS = 25
@@ -19,7 +19,9 @@ def test_all_ranks_reach_the_point_at_the_same_call(seed: int) -> None:
     rng = random.Random(seed)
     world_size = rng.choice([2, 3, 4])
     ranks = coordinators(world_size, timeout_s=10.0)
-    points = [AgreedPoint(c, "raise/1", reached=None, timeout_s=10.0) for c in ranks]
+    points = [
+        AgreedPoint(c, "raise/1", reached=None, patience=lambda: Patience(10.0)) for c in ranks
+    ]
     coupled = rng.random() < 0.5
     meet = threading.Barrier(world_size)
     heard_at = [rng.uniform(0.0, 0.03) for _ in range(world_size)]
@@ -59,7 +61,7 @@ def test_all_ranks_reach_the_point_at_the_same_call(seed: int) -> None:
 
 def test_without_an_answer_no_call_is_at_the_point() -> None:
     ranks = coordinators(2, timeout_s=0.3)
-    point = AgreedPoint(ranks[0], "raise/1", reached=3, timeout_s=0.3)
+    point = AgreedPoint(ranks[0], "raise/1", reached=3, patience=lambda: Patience(0.3))
     point.signal()
     assert point.reached(3) is False
     assert point.reached(4) is False, "rank 1 never heard of it: nobody may act alone"

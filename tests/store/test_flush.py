@@ -391,3 +391,17 @@ def test_a_forked_child_that_leaves_the_with_of_its_parent_ends_nothing(folder: 
         assert os.waitstatus_to_exitcode(ended[1]) == 3
         assert not guard.should_stop(1)
         store.save(_state(2), step=2).wait(20.0)
+
+
+def test_a_signal_while_close_drains_ends_it_in_time(folder: str) -> None:
+    """The guard's `with` is over then, as it ends before the store's."""
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # which would end the process
+    with _held(folder) as (store, ops):
+        with store.guard_preemption(signals=[signal.SIGUSR2], grace_s=1.0):
+            store.save(_state(1), step=1)
+        assert ops.is_held.wait(10.0)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        store.close()
+    assert signal.signal(signal.SIGUSR2, before) is signal.SIG_DFL
+    assert list_snapshots(Path(folder, "root")) == []
+    assert list(Path(folder, "memory").rglob("rank-*.safetensors")), "memory stays for the restart"

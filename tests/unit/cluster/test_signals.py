@@ -362,3 +362,17 @@ def test_a_pipe_is_not_taken_from_a_listener_that_is_held_up() -> None:
     assert other != pipe, "the listener would read from somebody's file"
     go.set()
     os.close(other)
+
+
+def test_once_the_time_is_up_a_signal_does_what_it_did_before() -> None:
+    signal.signal(SIGNAL, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        SignalCatcher([SIGNAL], Ears(), is_past=lambda: True).install()
+        os.kill(os.getpid(), SIGNAL)
+        time.sleep(5.0)
+        os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == SIGNAL
+    signal.signal(SIGNAL, signal.SIG_IGN)
