@@ -58,6 +58,9 @@ def acquire(path: str, *, wait_s: float = 0.0, ops: FileOps = _PLAIN) -> Holder 
                 pid = _read_pid(fd, ops)
                 os.close(fd)
             else:
+                if not _has_name(fd, path):
+                    os.close(fd)  # its holder left in between, and removed it: others make it anew
+                    continue
                 _held[path] = fd
                 try:
                     ops.set_size(fd, 0)
@@ -68,6 +71,15 @@ def acquire(path: str, *, wait_s: float = 0.0, ops: FileOps = _PLAIN) -> Holder 
         if time.monotonic() >= deadline:
             return Holder(pid)
         time.sleep(_POLL_S)
+
+
+def _has_name(fd: int, path: str) -> bool:
+    mine = os.fstat(fd)
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
 
 def is_held_here(path: str) -> bool:
