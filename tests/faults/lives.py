@@ -202,6 +202,19 @@ def _save_pinned(life: Life) -> None:
     store.drain(20)
 
 
+def _flush(life: Life) -> None:
+    """The newest of several that are under way goes past the older ones."""
+    store = life.open()
+    life.commit(store, 1)
+    life.arm()
+    for version in range(2, _NUM_FLUSHED + 1):
+        life.save(store, version)
+    info = store.flush(10.0)
+    if info is not None and info.step == _NUM_FLUSHED:
+        life.told.phase = 1
+    store.drain(20)
+
+
 def _delete(life: Life) -> None:
     store = life.open()
     life.commit(store, 1)
@@ -245,6 +258,11 @@ def _open_and_save_third(life: Life) -> None:
     store.drain(20)
 
 
+_NUM_FLUSHED = 7
+_ANY_OR_LAST: Mapping[int, set[int | None]] = {
+    0: {*range(1, _NUM_FLUSHED + 1)},
+    1: {_NUM_FLUSHED},
+}
 _OLD_OR_NEW: Mapping[int, set[int | None]] = {0: {1, 2}, 1: {2}}
 _SECOND: Mapping[int, set[int | None]] = {0: {2}, 1: {2}}
 _SECOND_OR_THIRD: Mapping[int, set[int | None]] = {0: {2, 3}, 1: {3}}
@@ -272,6 +290,8 @@ SCENARIOS: Mapping[str, Scenario] = {
         {"memory": 90_000},
         always=frozenset({1, 2}),
     ),
+    "flush": Scenario(_flush, _ANY_OR_LAST, always=frozenset({1})),
+    "flush, two ranks": Scenario(_flush, _ANY_OR_LAST, {"keep": 2}, num_ranks=2),
     "delete": Scenario(_delete, {0: {1, 2}, 1: {1}}, always=frozenset({1})),
     "delete, two ranks": Scenario(
         _delete, {0: {1, 2}, 1: {1}}, always=frozenset({1}), num_ranks=2
