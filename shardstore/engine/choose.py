@@ -121,7 +121,11 @@ class Chooser:
             for holding in inventory.holdings
             if holding.id == snapshot_id
         }
-        ranks_on_root = self._ranks_on_root(snapshot_id)
+        try:
+            ranks_on_root = self._ranks_on_root(snapshot_id)
+        except TierError as error:
+            self.skipped.append(Skip(snapshot_id.name, snapshot_id.step, str(error)))
+            ranks_on_root = set()
         world_size = self._world_size(
             snapshot_id, [h.world_size for h in held.values()], ranks_on_root
         )

@@ -164,7 +164,7 @@ def _close_register(session: Session, save: PendingSave, failure: Failure) -> bo
     except (ShardStoreError, OSError) as error:
         # In doubt: the register itself is the answer. If it cannot be read either, this raises, the
         # outcome is unknown here, and nobody removes a byte.
-        state = session.catalog.state(save.id)
+        state = session.catalog.settled_state(save.id)
         if state == "committed":
             return False
         if state == "torn" and session.rank != 0:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from shardstore.engine.catalog import Catalog
+from shardstore.engine.catalog import Catalog, read_prefix
 from shardstore.errors import ShardStoreError
 from shardstore.format.gist import Gist, read_gist
 from shardstore.format.records import SnapshotId
-from shardstore.format.shardfile import header_length
 from shardstore.tiers.base import ShardReader
 from shardstore.tiers.localdisk import LocalDisk
 
@@ -110,7 +109,9 @@ class OnDisk:
             on_root = catalog.state(snapshot_id) if catalog is not None else "torn"
             gist = self._gist(snapshot_id)
             other_job = gist is not None and gist.world_size != world_size
-            in_use = snapshot_id in whole or on_root == "committed" or other_job
+            # What the root says of a damaged one may be readable again tomorrow.
+            is_listed = on_root in ("committed", "damaged")
+            in_use = snapshot_id in whole or is_listed or other_job
             newer = newest is None or snapshot_id.order >= newest.order
             is_useless = gist is None and on_root != "committed"
             if on_root == "aborted" or is_useless or not (in_use or newer):
@@ -124,5 +125,4 @@ def _is_spare(catalog: Catalog, snapshot_id: SnapshotId, rank: int) -> bool:
 
 
 def _gist_of(reader: ShardReader) -> Gist | None:
-    length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
-    return read_gist(bytes(reader.read(0, 8 + length)), file_nbytes=reader.nbytes)
+    return read_gist(read_prefix(reader), file_nbytes=reader.nbytes)

@@ -20,9 +20,10 @@ from shardstore.tiers.slotfiles import mark_name
 from shardstore.tiers.slots import Slot, map_slot, read_slot_header
 
 _LOG: Final = logging.getLogger("shardstore")
-_SLOT: Final = re.compile(r"slot-([0-9a-f]{8})-(\d{5,})-.*")
-_LOCK: Final = re.compile(r"owner-([0-9a-f]{8})-(\d{5,})\.lock")
-_SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
+_RANK: Final = "([0-9]{5}|[1-9][0-9]{5,})"
+_SLOT: Final = re.compile(rf"slot-([0-9a-f]{{8}})-{_RANK}-.*")
+_LOCK: Final = re.compile(rf"owner-([0-9a-f]{{8}})-{_RANK}\.lock")
+_SHARD: Final = re.compile(rf"rank-{_RANK}\.safetensors")
 OWNER_WAIT_S: Final = 10.0
 """How long a restart waits for its dying predecessor to let go."""
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
@@ -71,9 +72,13 @@ class FileOps:
         )
 
     def open_existing(self, path: str, *, writable: bool = False) -> int:
-        """Open a regular file; symbolic links are refused."""
+        """Open a regular file. Links, pipes, devices and folders are refused, and not waited for."""
         flags = os.O_RDWR if writable else os.O_RDONLY
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        return fd
 
     def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
         """Reserve blocks, so that a full file system says ENOSPC here and not by a signal later."""
