@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -116,12 +116,7 @@ def _longer(nbytes: int) -> Hostile:
 
 
 def _socket(path: Path) -> None:
-    here = os.open(path.parent, os.O_RDONLY)  # names of sockets are short
-    try:
-        with socket.socket(socket.AF_UNIX) as opened:
-            opened.bind(f"/proc/self/fd/{here}/{path.name}")
-    finally:
-        os.close(here)
+    os.mknod(path, 0o600 | stat.S_IFSOCK)
 
 
 def _outside(name: str) -> Hostile:
