@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
+from shardstore.cluster.threads import rank_in_process
 from shardstore.engine import registry
 from shardstore.engine.arguments import check_flag, check_patience
 from shardstore.engine.deleting import delete_step
@@ -37,6 +38,8 @@ from shardstore.tiers.fileops import current_ops
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
 
+    from shardstore.cluster.threads import ThreadRank
+
 
 class SnapshotStore:
     """A store of snapshots of the state of all ranks.
@@ -57,7 +60,7 @@ class SnapshotStore:
         keep: int | None = None,
         on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | ThreadRank | None = None,
         timeout_s: float = 600.0,
         progress: Callable[[Progress], object] | None = None,
     ) -> None:
@@ -112,7 +115,8 @@ class SnapshotStore:
         self._round = 0
         ops = current_ops()
         self._pid = os.getpid()
-        registry.take_over(self._options.memory_dir, self._options.name)
+        place = self._options.memory_dir, self._options.name, rank_in_process(process_group)
+        registry.take_over(*place)
         self._session = open_session(self._options, process_group, ops)
         self._session.progress = ProgressReporter(progress, rank=self._session.rank)
         self._failures = Failures(self._session, only_warn=on_error == "warn")
@@ -124,7 +128,7 @@ class SnapshotStore:
         self._leaver = Leaver(
             self._session, self._pipeline, self._failures, lambda: registry.unregister(self)
         )
-        registry.register(self, self._options.memory_dir, self._options.name)
+        registry.register(self, *place)
 
     # -------------------------------------------------------------------- save
 

@@ -15,6 +15,7 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.kv import LocalKeyValueStore, TcpKeyValueStore
+from shardstore.cluster.threads import ThreadRank
 from shardstore.errors import CoordinationError, CoordinationTimeoutError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class _Address(msgspec.Struct, frozen=True):
     candidates: tuple[str, ...]
 
 
-def connect(process_group: ProcessGroup | None, *, timeout_s: float) -> Coordinator:
+def connect(process_group: ProcessGroup | ThreadRank | None, *, timeout_s: float) -> Coordinator:
     """Make this rank's coordinator; every rank of the group calls it.
 
     The group carries one small broadcast and is not used again.
@@ -47,6 +48,8 @@ def connect(process_group: ProcessGroup | None, *, timeout_s: float) -> Coordina
         CoordinationError: WORLD_SIZE says that there are others, but no process group was initialised;
             or rank 0's store cannot be reached.
     """
+    if isinstance(process_group, ThreadRank):
+        return process_group.connect(timeout_s=timeout_s, boot_id=read_boot_id())
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

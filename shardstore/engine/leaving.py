@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from shardstore.engine.failures import Failures
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
 from shardstore.errors import SaveFailedError
-from shardstore.tiers import ownership
 
 _OWN_S: Final = 60.0
 """How long own seals and spills may take once the store was abandoned."""
@@ -94,12 +92,5 @@ class Leaver:
     def _give_back(self, *, keep_memory: bool) -> None:
         memory = self._session.memory
         memory.close(keep=keep_memory)
-        if memory.folder is not None:
-            ownership.release_all(memory.folder, memory.rank, remove=not keep_memory)
-            if not keep_memory:
-                for folder in (memory.folder, os.path.dirname(memory.folder)):
-                    try:
-                        os.rmdir(folder)
-                    except OSError:
-                        break  # other ranks or namespaces are still there
+        memory.leave(remove=not keep_memory)
         self._on_gone()

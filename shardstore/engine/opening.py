@@ -22,13 +22,15 @@ from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
 from shardstore.format.gist import Gist
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.adoption import Adopted
-from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.localdisk import LocalDisk
 from shardstore.tiers.places import check_disk, check_root
+from shardstore.tiers.roots import open_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - a type only
+
+    from shardstore.cluster.threads import ThreadRank
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -43,7 +45,9 @@ class _Agreement(msgspec.Struct, frozen=True):
     near: Near = Near()
 
 
-def open_session(options: OpenOptions, process_group: ProcessGroup | None, ops: FileOps) -> Session:
+def open_session(
+    options: OpenOptions, process_group: ProcessGroup | ThreadRank | None, ops: FileOps
+) -> Session:
     """Connect and agree; every rank calls it.
 
     Raises:
@@ -65,7 +69,7 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     gists: dict[SnapshotId, Gist] = {}
     marked: set[SnapshotId] = set()
     if options.root is not None:
-        catalog = Catalog(DiskTier(options.root, name="root", ops=ops))
+        catalog = Catalog(open_root(options.root, ops))
     try:
         if options.root is not None:
             check_root(options.root)

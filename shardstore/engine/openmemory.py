@@ -80,7 +80,7 @@ def _open_folder(
     options: OpenOptions, name: str, coordinator: Coordinator, ops: FileOps
 ) -> tuple[str, Adopted]:
     check_memory_dir(options.memory_dir, ops)
-    folder = make_memory_folder(options.memory_dir, name)
+    folder = make_memory_folder(options.memory_dir, name, ops)
     return folder, adopt_files(folder, rank=coordinator.rank, owner=coordinator.nonce, ops=ops)
 
 

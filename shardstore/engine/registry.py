@@ -19,20 +19,21 @@ class Leavable(Protocol):
         ...
 
 
-_open: Final[dict[tuple[str, str], Leavable]] = {}
+_open: Final[dict[tuple[str, str, int], Leavable]] = {}
+"""By memory folder, name, and rank: ranks may be threads of one process."""
 _exits: Final[dict[int, object]] = {}
 _all: Final[set[Leavable]] = set()
 """Strong references: a store that nobody else refers to any more still has snapshots to write."""
 
 
-def register(store: Leavable, memory_dir: str, name: str | None) -> None:
+def register(store: Leavable, memory_dir: str, name: str | None, rank: int = 0) -> None:
     """Remember an open store."""
     _all.add(store)
     if os.getpid() not in _exits:
         # Unlike atexit, this also runs in children of multiprocessing, which end by os._exit.
         _exits[os.getpid()] = Finalize(None, _leave_all, exitpriority=100)
     if name is not None:
-        _open[(memory_dir, name)] = store
+        _open[(memory_dir, name, rank)] = store
 
 
 def unregister(store: Leavable) -> None:
@@ -42,11 +43,11 @@ def unregister(store: Leavable) -> None:
         del _open[key]
 
 
-def take_over(memory_dir: str, name: str | None) -> None:
+def take_over(memory_dir: str, name: str | None, rank: int = 0) -> None:
     """Make an earlier store of the same name in this process leave, so that its files can be adopted."""
     if name is None:
         return
-    earlier = _open.pop((memory_dir, name), None)
+    earlier = _open.pop((memory_dir, name, rank), None)
     if earlier is not None:
         earlier.take_leave("another store of the same name took over in this process")
 

@@ -43,7 +43,7 @@ class Adopted:
     highest_run: int = 0
 
 
-def make_memory_folder(memory_dir: str, name: str) -> str:
+def make_memory_folder(memory_dir: str, name: str, ops: FileOps) -> str:
     """Make `<memory_dir>/shardstore-<uid>/<name>`, private to this user.
 
     Raises:
@@ -54,7 +54,7 @@ def make_memory_folder(memory_dir: str, name: str) -> str:
         path = os.path.join(path, part)
         with translated("memory", "create", path):
             try:
-                os.mkdir(path, 0o700)
+                ops.make_folder(path, 0o700)
             except FileExistsError:
                 pass
             found = os.lstat(path)
@@ -81,8 +81,8 @@ def adopt_files(folder: str, *, rank: int, owner: str, ops: FileOps) -> Adopted:
     result = Adopted()
     with translated("memory", "adopt", folder):
         names = ops.list_folder(folder)
-        dead = _dead_owners(folder, names, rank)
-        ownership.acquire(lock_path(folder, owner, rank))
+        dead = _dead_owners(folder, names, rank, ops)
+        ownership.acquire(lock_path(folder, owner, rank), ops=ops)
         used: set[str] = set()
         for name in sorted(names):
             snapshot_id = SnapshotId.parse(name)
@@ -96,11 +96,11 @@ def adopt_files(folder: str, *, rank: int, owner: str, ops: FileOps) -> Adopted:
             if match and is_ours and _adopt_slot(result, os.path.join(folder, name), ops):
                 used.add(match[1])
         for gone in dead - used:
-            ownership.release(lock_path(folder, gone, rank), remove=True)
+            ownership.release(lock_path(folder, gone, rank), remove=True, ops=ops)
     return result
 
 
-def _dead_owners(folder: str, names: Iterable[str], rank: int) -> set[str]:
+def _dead_owners(folder: str, names: Iterable[str], rank: int, ops: FileOps) -> set[str]:
     """Nonces of runs of this rank whose process is gone; their locks are ours now."""
     owners = set()
     for name in names:
@@ -114,7 +114,7 @@ def _dead_owners(folder: str, names: Iterable[str], rank: int) -> set[str]:
     dead = set()
     for owner in sorted(owners):
         path = lock_path(folder, owner, rank)
-        holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()))
+        holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()), ops=ops)
         if holder is None:
             dead.add(owner)
         else:
@@ -220,8 +220,8 @@ def free_absent_ranks(folder: str, *, local_ranks: Iterable[int], ops: FileOps) 
 
 def _remove_if_dead(folder: str, path: str, owner: str, rank: int, ops: FileOps) -> int:
     lock = lock_path(folder, owner, rank)
-    if ownership.acquire(lock) is not None:
+    if ownership.acquire(lock, ops=ops) is not None:
         return 0
     ops.unlink(path)
-    ownership.release(lock, remove=True)
+    ownership.release(lock, remove=True, ops=ops)
     return 1

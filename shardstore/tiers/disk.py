@@ -19,7 +19,7 @@ from shardstore.format.manifest import (
 )
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
-from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.fileops import FileOps, make_folders, translated
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
@@ -93,12 +93,7 @@ class DiskTier:
 
     def _make_location(self) -> None:
         """Make the root folder, and make the names of all that had to be made durable."""
-        missing, path = [], self.location
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        os.makedirs(self.location, exist_ok=True)
-        for made in missing:
+        for made in make_folders(self._ops, self.location):
             self._ops.fsync_folder(os.path.dirname(made))
 
     def _discard(self, path: str) -> None:

@@ -80,13 +80,17 @@ class FileOps:
             raise OSError(errno.EINVAL, "not a regular file")
         return fd
 
+    def open_lock(self, path: str) -> int:
+        """Open a lock file for writing, made if it is missing, for this user alone."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
     def allocate(self, fd: int, nbytes: int, offset: int = 0) -> None:
         """Reserve blocks, so that a full file system says ENOSPC here and not by a signal later."""
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
 
     def set_size(self, fd: int, nbytes: int) -> None:
-        """Make a new file `nbytes` long, without memory or blocks."""
+        """Make a file `nbytes` long: a new one, without memory or blocks, or a lock file."""
         os.ftruncate(fd, nbytes)
 
     def begin_pages(self, fd: int, offsets: Iterable[int]) -> None:
@@ -203,6 +207,24 @@ def use_ops(ops: FileOps) -> Iterator[FileOps]:
         yield ops
     finally:
         _current = before
+
+
+def make_folders(ops: FileOps, path: str, mode: int = 0o777) -> list[str]:
+    """Make a folder and what is missing above it, outermost first; others may do so at the same time.
+
+    Returns:
+        What was missing, whoever made it then: innermost first.
+    """
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        try:
+            ops.make_folder(folder, mode)
+        except FileExistsError:
+            pass
+    return missing
 
 
 @contextmanager

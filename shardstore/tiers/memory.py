@@ -388,3 +388,7 @@ class MemoryTier:
                 else:
                     self._slots.remove(slot)
                     slot.unmap()
+
+    def leave(self, *, remove: bool) -> None:
+        """After `close`: let go of the locks; with `remove` their files and the folder go as well."""
+        self._pool.files.leave(remove=remove)

@@ -14,6 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from shardstore.tiers.fileops import FileOps
+
+_PLAIN: Final = FileOps()
 _POLL_S: Final = 0.05
 
 _held: Final[dict[str, int]] = {}
@@ -36,7 +39,7 @@ class Holder:
     """0 where the kernel does not say (another pid namespace)."""
 
 
-def acquire(path: str, *, wait_s: float = 0.0) -> Holder | None:
+def acquire(path: str, *, wait_s: float = 0.0, ops: FileOps = _PLAIN) -> Holder | None:
     """Take the lock file at `path`, waiting up to `wait_s` for another process to let go.
 
     Returns:
@@ -47,18 +50,18 @@ def acquire(path: str, *, wait_s: float = 0.0) -> Holder | None:
         with _registry:
             if path in _held:
                 return None
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = ops.open_lock(path)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 # Safe to close: this process holds no lock on it.
-                pid = _read_pid(fd)
+                pid = _read_pid(fd, ops)
                 os.close(fd)
             else:
                 _held[path] = fd
                 try:
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, str(os.getpid()).encode(), 0)
+                    ops.set_size(fd, 0)
+                    ops.write_at(fd, memoryview(str(os.getpid()).encode()), 0)
                 except OSError:
                     pass  # a full tmpfs: the pid is only for messages
                 return None
@@ -67,12 +70,13 @@ def acquire(path: str, *, wait_s: float = 0.0) -> Holder | None:
         time.sleep(_POLL_S)
 
 
-def _read_pid(fd: int) -> int:
-    text = os.pread(fd, 20, 0)
-    return int(text) if text.isdigit() else 0
+def _read_pid(fd: int, ops: FileOps) -> int:
+    text = bytearray(20)
+    found = bytes(text[: ops.read_at(fd, memoryview(text), 0)])
+    return int(found) if found.isdigit() else 0
 
 
-def release(path: str, *, remove: bool) -> None:
+def release(path: str, *, remove: bool, ops: FileOps = _PLAIN) -> None:
     """Let go of a lock that this process holds; with `remove` its file goes first."""
     with _registry:
         fd = _held.pop(path, None)
@@ -80,14 +84,14 @@ def release(path: str, *, remove: bool) -> None:
             return
         if remove:
             try:
-                os.unlink(path)
+                ops.unlink(path)
             except FileNotFoundError:
                 pass
         os.close(fd)
 
 
-def release_all(folder: str, rank: int, *, remove: bool) -> None:
+def release_all(folder: str, rank: int, *, remove: bool, ops: FileOps = _PLAIN) -> None:
     """Let go of every lock of `rank` in `folder`, its own and those adopted from dead runs."""
     suffix = f"-{rank:05d}.lock"
     for path in [p for p in _held if os.path.dirname(p) == folder and p.endswith(suffix)]:
-        release(path, remove=remove)
+        release(path, remove=remove, ops=ops)

@@ -13,8 +13,8 @@ from typing import Final
 from shardstore.errors import TierFullError, without_frames
 from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import SnapshotId
-from shardstore.tiers import pages
-from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers import ownership, pages
+from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.limits import SPARE_BYTES, TMPFS_REMEDY, check_room
 from shardstore.tiers.slots import Slot, erase_header, map_slot
 
@@ -60,7 +60,7 @@ class SlotFiles:
         path = self._free_name(self.folder)
         try:
             with translated("memory", "reserve", path, needed_bytes=nbytes):
-                os.makedirs(self.folder, 0o700, exist_ok=True)  # somebody may have cleaned up
+                make_folders(self._ops, self.folder, 0o700)  # somebody may have cleaned up
                 self._check_room(nbytes, path)
                 fd = self._ops.open_new(path, 0o600)
                 try:
@@ -208,6 +208,18 @@ class SlotFiles:
                     if not os.path.exists(slot.path):
                         raise
         slot.path = target
+
+    def leave(self, *, remove: bool) -> None:
+        """Let go of what this rank owns here; with `remove` the folder goes if no other rank needs it."""
+        if self.folder is None:
+            return
+        ownership.release_all(self.folder, self.rank, remove=remove, ops=self._ops)
+        if remove:
+            for folder in (self.folder, os.path.dirname(self.folder)):
+                try:
+                    self._ops.remove_folder(folder)
+                except OSError:
+                    break  # other ranks or namespaces are still there
 
     def mark_complete(self, snapshot_id: SnapshotId) -> None:
         """Leave a mark that this memory-only snapshot was complete on all ranks."""
