@@ -88,7 +88,7 @@ def plant_root(root: Path) -> None:
             kind(os.fsencode(attempt / f"rank-{rank:05d}.safetensors"))
     odd = root / "step-000000000009.00000000-000003-0badcafe"
     odd.mkdir()
-    for name in ("rank-٠٠٠٠٠.safetensors", "rank-000000.safetensors", "rank-" + "9" * 200):
+    for name in ("rank-\u0660\u0660\u0660\u0660\u0660.safetensors", "rank-000000.safetensors"):
         (odd / name).write_bytes(b"theirs")
     many = root / "many"
     many.mkdir()
@@ -105,15 +105,17 @@ def plant_near(folder: Path) -> None:
             b"\xff\xfe-%d",
             b"slot-0badcafe-00000-%d",
             b"slot-0badcafe-00007-%d",
-            b"owner-0badcafe-%d.lock",
+            b"owner-0bad%d-00000.lock",
+            b"owner-0bad%d-00007.lock",
             b"step-00000000%d.00000001-000001-0badcafe",
         ],
     )
     for number, kind in enumerate(KINDS):
         attempt = folder / f"step-00000000{number:04d}.00000000-000001-0badcafe"
         attempt.mkdir()
-        for name in ("rank-00000.safetensors", "rank-00000.complete", "rank-00000.safetensors.tmp"):
-            kind(os.fsencode(attempt / name))
+        for name in ("safetensors", "complete", "safetensors.tmp"):
+            for rank in (0, 7):
+                kind(os.fsencode(attempt / f"rank-{rank:05d}.{name}"))
 
 
 def names_below(folder: Path) -> set[bytes]:

@@ -29,9 +29,12 @@ def _open(folder: Path, **options: Any) -> SnapshotStore:
 
 @pytest.mark.parametrize("tiers", ["root", "memory", "disk"])
 def test_foreign_things_are_neither_followed_nor_waited_for_nor_removed(
-    folder: str, tiers: str
+    folder: str, disk_folder: Path, tiers: str
 ) -> None:
     here = Path(folder)
+    outside = here / "outside"
+    outside.mkdir()
+    (outside / "rank-00007.safetensors").write_bytes(b"theirs")
     own = f"shardstore-{os.getuid()}/job"
     plant_root(here / "root")
     planted = names_below(here / "root")
@@ -41,9 +44,11 @@ def test_foreign_things_are_neither_followed_nor_waited_for_nor_removed(
         (here / "memory" / f"shardstore-{os.getuid()}").mkdir(parents=True, mode=0o700)
         (here / "memory" / own).mkdir(mode=0o700)
         plant_near(here / "memory" / own)
+        link = here / "memory" / own / "step-000000000009.00000000-000009-0badcafe"
+        link.symlink_to(outside)
     if tiers == "disk":
-        options["disk"] = here / "disk"
-        plant_near(here / "disk" / own)
+        options["disk"] = disk_folder
+        plant_near(disk_folder / own)
     assert list_snapshots(here / "root") == []
     for first in (1, 4):
         with _open(here, **options) as store:
@@ -59,6 +64,7 @@ def test_foreign_things_are_neither_followed_nor_waited_for_nor_removed(
     assert [info.step for info in list_snapshots(here / "root")] == [5, 6]
     left = names_below(here / "root")
     assert {name for name in planted if name not in left} == set(), "what is not ours was removed"
+    assert (outside / "rank-00007.safetensors").exists()
     with _open(here, **options) as store:
         live = _state(0)
         assert store.restore(live).step == 6
