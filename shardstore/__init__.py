@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardstore.engine.listing import SnapshotInfo, list_snapshots
     from shardstore.engine.progress import Progress
     from shardstore.engine.report import RestoreReport
+    from shardstore.engine.retention import Keep
     from shardstore.engine.stats import PhaseStats, StoreStats
     from shardstore.errors import (
         CoordinationError,
@@ -41,6 +42,7 @@ _HOME: Final = {
     "CorruptSnapshotError": "errors",
     "FormatError": "errors",
     "FormatVersionError": "errors",
+    "Keep": "engine.retention",
     "PhaseStats": "engine.stats",
     "Progress": "engine.progress",
     "RNGState": "state.rng",
@@ -67,6 +69,7 @@ __all__ = [
     "CorruptSnapshotError",
     "FormatError",
     "FormatVersionError",
+    "Keep",
     "PhaseStats",
     "Progress",
     "RNGState",

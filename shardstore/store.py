@@ -18,12 +18,14 @@ from shardstore.engine.handle import Snapshot
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.leaving import Leaver
 from shardstore.engine.listing import SnapshotInfo, list_session
+from shardstore.engine.marking import pin_step
 from shardstore.engine.opening import open_session
 from shardstore.engine.options import check_options
 from shardstore.engine.plan import check_step
 from shardstore.engine.progress import Progress, ProgressReporter
 from shardstore.engine.report import RestoreReport
 from shardstore.engine.restore import RestoreOptions, Restorer
+from shardstore.engine.retention import Keep
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import PendingSave, failure_of
 from shardstore.engine.stager import Stager
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 class SnapshotStore:
     """A store of snapshots of the state of all ranks.
 
-    Every rank opens it and calls `save`, `restore`, `swapped`, `delete` and `warmup` in the same order;
-    the rest is local. One thread calls it. Use it as a context manager: left normally it drains and
+    Every rank opens it and calls `save`, `restore`, `swapped`, `delete`, `pin`, `unpin` and `warmup`
+    in the same order; the rest is local. One thread calls it. Use it as a context manager: left normally it drains and
     frees its memory, left by an exception it waits for no rank and keeps memory for the restart.
     """
 
@@ -57,7 +59,7 @@ class SnapshotStore:
         memory: int | str = "auto",
         memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
         name: str | None = None,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         process_group: ProcessGroup | ThreadRank | None = None,
@@ -77,7 +79,10 @@ class SnapshotStore:
             memory_dir: A tmpfs for the memory tier.
             name: Namespace under `memory_dir` and `disk`; default: digest of the root, else of the disk.
                 With none of these, memory is private and ends with the process.
-            keep: How many snapshots to keep; None deletes nothing.
+            keep: How many of the newest snapshots to keep, or a Keep(last=, every_steps=) that also keeps
+                some for good. Older ones are deleted once a newer one is committed; pinned ones, those
+                with persist=False, and those of other jobs that work on the root, never. None deletes
+                nothing.
             on_full: What `save` does while no memory is free, but some is on its way out: waits for
                 it; leaves this snapshot out, on all ranks (`wait` returns None then); or writes
                 directly to the root and blocks meanwhile.
@@ -377,6 +382,35 @@ class SnapshotStore:
         self._guard.wait()
         self._leaver.wait_outcomes(self._options.timeout_s)
         delete_step(self._session, number, name=f"delete/{self._round}")
+
+    def pin(self, step: int) -> None:
+        """Exempt every snapshot at `step` from `keep`, until `unpin`; it survives restarts. All ranks.
+
+        The pin is a small file beside the snapshot, and goes where its folder goes. `delete` is explicit
+        and deletes pinned ones as well.
+
+        Raises:
+            SnapshotNotFoundError: No tier has that step.
+            CoordinationError: The pin could not be written somewhere; the text says where.
+        """
+        self._pin("pin", step, on=True)
+
+    def unpin(self, step: int) -> None:
+        """Leave every snapshot at `step` to `keep` again, from the next commit on. All ranks.
+
+        Raises:
+            SnapshotNotFoundError: No tier has that step.
+            CoordinationError: A pin could not be removed somewhere; the text says where.
+        """
+        self._pin("unpin", step, on=False)
+
+    def _pin(self, call: str, step: int, *, on: bool) -> None:
+        self._check_open(call)
+        self._round += 1
+        number = check_step(step)
+        self._guard.wait()
+        self._leaver.wait_outcomes(self._options.timeout_s)
+        pin_step(self._session, number, name=f"{call}/{self._round}", on=on)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until every save so far is committed or has failed. Local.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
 
-from shardstore.errors import CorruptSnapshotError, FormatError, ShardStoreError, TierError
+from shardstore.engine.liveness import RunRecord, decode_record
+from shardstore.errors import (
+    CorruptSnapshotError,
+    FormatError,
+    ShardStoreError,
+    SnapshotNotFoundError,
+    TierError,
+)
 from shardstore.format.manifest import (
     Register,
     build_manifest,
@@ -55,16 +62,6 @@ class SealedShard:
     digest: str
     layout: ShardLayout | None = None
     """Where its tensors are; None for a header that a rank posted."""
-
-
-class RunRecord(msgspec.Struct, frozen=True):
-    """Content of `run-XXXXXXXX.json`: who claimed the number."""
-
-    format: int
-    nonce: str
-    host: str
-    boot_id: str
-    started: float
 
 
 class Catalog:
@@ -177,15 +174,32 @@ class Catalog:
         )
 
     def unlist(self, snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]) -> None:
-        """Take a snapshot off the list, by one atomic replacement; its bytes are still there."""
-        if self.state(snapshot_id) != "aborted":
-            record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
-            self.tier.replace_manifest(snapshot_id, encode_manifest(record))
+        """Take a snapshot off the list, by one atomic replacement; its bytes are still there.
 
-    def remove_aborted(self) -> None:
+        That it is gone altogether is fine: another process deletes here as well.
+
+        Raises:
+            TierError: It could not be replaced, or that is in doubt.
+        """
+        if self.state(snapshot_id) == "aborted":
+            return
+        record = aborted_manifest(snapshot_id, reason=reason, writer=writer)
+        try:
+            self.tier.replace_manifest(snapshot_id, encode_manifest(record))
+        except TierError as error:
+            vanished = isinstance(error.__cause__, FileNotFoundError)
+            if not vanished or snapshot_id in self.tier.list_ids():
+                raise
+
+    def remove_aborted(self, *, spare_runs: Collection[int] = ()) -> None:
         """Remove the bytes of what is off the list; a failure is told and tried next time."""
+        for name in self.tier.list_deleted():
+            try:
+                self.tier.remove_deleted(name)
+            except TierError as error:
+                _LOG.warning("%s (it is no snapshot any more; removal is tried again)", error)
         for snapshot_id in self.ids():
-            if self.state(snapshot_id) == "aborted":
+            if snapshot_id.run not in spare_runs and self.state(snapshot_id) == "aborted":
                 self.try_remove(snapshot_id)
 
     def try_remove(self, snapshot_id: SnapshotId) -> None:
@@ -195,6 +209,59 @@ class Catalog:
         except TierError as error:
             _LOG.warning("%s (%s is no longer listed; removal is tried again)", error, snapshot_id)
 
+    # ------------------------------------------------------------------- marks
+
+    def pin(self, snapshot_id: SnapshotId) -> None:
+        """Exempt a snapshot from retention until it is unpinned or deleted, by a mark beside it.
+
+        On return the pin is durable. Pinning again is fine. Any process may pin.
+
+        Raises:
+            SnapshotNotFoundError: It is not on the root, or no longer (pinned while it was deleted).
+            TierError: The root cannot be written to.
+        """
+        self._check_listed(snapshot_id)
+        try:
+            self.tier.put_mark(snapshot_id, "pinned")
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                self._check_listed(snapshot_id)
+            raise
+        self._check_listed(snapshot_id)
+
+    def unpin(self, snapshot_id: SnapshotId) -> None:
+        """Leave a snapshot to retention again. That it is not pinned is fine.
+
+        Raises:
+            SnapshotNotFoundError: It is not on the root.
+            TierError: The root cannot be written to.
+        """
+        self._check_listed(snapshot_id)
+        self.tier.drop_mark(snapshot_id, "pinned")
+
+    def pinned(self) -> set[SnapshotId]:
+        """All pinned snapshots, whoever pinned them. A pin beside what is no snapshot is ignored."""
+        return {i for i in self.ids() if self.is_pinned(i) and self.is_listed(i)}
+
+    def is_pinned(self, snapshot_id: SnapshotId) -> bool:
+        """Whether there is a pin beside this one."""
+        return "pinned" in self.tier.marks(snapshot_id)
+
+    def mark_damaged(self, snapshot_id: SnapshotId) -> None:
+        """Say beside a snapshot that it was found damaged: retention does not count it any more."""
+        if self.is_listed(snapshot_id):
+            self.tier.put_mark(snapshot_id, "damaged")
+
+    def is_listed(self, snapshot_id: SnapshotId) -> bool:
+        """Whether it was committed and not deleted, readable or not."""
+        return self.state(snapshot_id) in ("committed", "damaged")
+
+    def _check_listed(self, snapshot_id: SnapshotId) -> None:
+        if not self.is_listed(snapshot_id):
+            raise SnapshotNotFoundError(
+                f"{snapshot_id} is not committed in {self.tier.location}", step=snapshot_id.step
+            )
+
     # -------------------------------------------------------------------- runs
 
     def highest_run(self) -> int:
@@ -203,25 +270,28 @@ class Catalog:
         runs += [snapshot_id.run for snapshot_id in self.tier.list_ids()]
         return max(runs, default=0)
 
-    def claim_run(self, lowest: int, *, nonce: str, host: str, boot_id: str) -> int:
-        """Claim the first free run number from `lowest` on, and above all traces, for rank 0."""
-        record = msgspec.json.encode(
-            RunRecord(FORMAT_VERSION, nonce, host, boot_id, started=time.time())
-        )
+    def claim_run(self, lowest: int, record: Callable[[], RunRecord]) -> int:
+        """Claim the first free run number from `lowest` on, and above all traces, for rank 0.
+
+        Args:
+            lowest: The least that will do.
+            record: Says who claims it; called once the root is there.
+        """
+        self.tier.make_location()
+        data = msgspec.json.encode(record())
         run = max(lowest, self.highest_run() + 1)
-        while not self.tier.claim_run(run, record):
+        while not self.tier.claim_run(run, data):
             run += 1
         return run
 
     def sees_run(self, run: int, nonce: str) -> bool:
         """Whether this host sees the record that rank 0 wrote: the root is shared."""
-        data = self.tier.read_run(run)
-        if data is None:
-            return False
-        try:
-            return msgspec.json.decode(data, type=RunRecord).nonce == nonce
-        except msgspec.DecodeError:
-            return False
+        record = self.run_record(run)
+        return record is not None and record.nonce == nonce
+
+    def run_record(self, run: int) -> RunRecord | None:
+        """Who claimed a number; None if nothing readable says so."""
+        return decode_record(self.tier.read_run(run))
 
     # ------------------------------------------------------------ late publish
 
@@ -245,17 +315,26 @@ class Catalog:
         return published
 
     def _publish_torn(self, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> bool:
+        shards = self.whole_shards(snapshot_id)
+        if shards is None:
+            return False
+        self.tier.make_durable(snapshot_id, shards)
+        return self.publish(manifest_of(shards, writer=writer))
+
+    def whole_shards(self, snapshot_id: SnapshotId) -> dict[int, SealedShard] | None:
+        """The headers of all ranks' shards of a torn attempt; None if they are not a whole snapshot.
+
+        Raises:
+            TierError, FormatError, CorruptSnapshotError: One cannot be read, or is damaged.
+        """
         ranks = self.tier.list_ranks(snapshot_id)
         if not ranks:
-            return False
+            return None
         world_size = self.read_header(snapshot_id, ranks[0]).header.world_size
         if ranks != list(range(world_size)):
-            return False
+            return None
         shards = {rank: self.read_header(snapshot_id, rank) for rank in ranks}
-        if problems_between(shards):
-            return False
-        self.tier.make_durable(snapshot_id, ranks)
-        return self.publish(manifest_of(shards, writer=writer))
+        return None if problems_between(shards) else shards
 
 
 def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str]) -> Manifest:

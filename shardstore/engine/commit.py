@@ -10,7 +10,8 @@ import msgspec
 from shardstore.cluster.coordination import Stopped
 from shardstore.engine.catalog import SealedShard, manifest_of
 from shardstore.engine.entries import collect_entries
-from shardstore.engine.retention import plan_deletions
+from shardstore.engine.otherjobs import has_successor
+from shardstore.engine.pruning import find_removable, take_off
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
 from shardstore.errors import (
     CoordinationTimeoutError,
@@ -88,39 +89,26 @@ def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
     if session.keep is None:
         return ()
     if session.catalog is None:
-        with session.lock:
-            near = {*session.complete, *([save.id] if save.id is not None else [])}
-        return tuple(plan_deletions((i for i in near if session.is_counted(i)), session.keep))
-    if _has_successor(session):
+        return tuple(session.released_near(*([save.id] if save.id is not None else [])))
+    if has_successor(session):
         return ()
     with session.retention_lock:
         if session.is_restoring:
             return ()  # the next commit does it
         try:
-            good = [
-                register.id
-                for register in session.catalog.committed()
-                if register.is_counted and register.id not in session.damaged
-            ]
-            for snapshot_id in plan_deletions(good, session.keep):
-                session.catalog.unlist(snapshot_id, reason="retention", writer=session.writer)
-                released.append(snapshot_id)
+            removable = find_removable(
+                session.catalog,
+                session.keep,
+                damaged=session.damaged,
+                spare_runs=session.other_runs,
+            )
+            for register in removable:
+                is_pinned = register.id in session.pinned
+                if not is_pinned and take_off(session.catalog, register.id, writer=session.writer):
+                    released.append(register.id)
         except (ShardStoreError, OSError) as error:
             session.warn("an old snapshot could not be deleted, it is tried again: %s", error)
     return tuple(released)
-
-
-def _has_successor(session: Session) -> bool:
-    """Whether a later run works on this root: then this one deletes nothing any more."""
-    assert session.catalog is not None
-    own = max((i.run for i in session.complete if i.nonce == session.nonce), default=0)
-    if own and max(session.catalog.tier.run_numbers(), default=0) > own:
-        session.warn(
-            "another job has started on %s since: this one deletes nothing any more",
-            session.catalog.tier.location,
-        )
-        return True
-    return False
 
 
 def _wait_durable(session: Session, save: PendingSave) -> Failure | None:

@@ -19,6 +19,7 @@ import msgspec
 from shardstore.cluster.coordination import Stopped
 from shardstore.engine.catalog import SealedShard, manifest_of, read_sealed_header
 from shardstore.engine.entries import collect_entries, entry_key, post_entry
+from shardstore.engine.marking import keep_pins, mark_near
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.engine.spill import copy_sealed
 from shardstore.engine.workers import Worker
@@ -187,6 +188,7 @@ class KeptSnapshots:
                 return Failure(session.rank, "it was deleted meanwhile")
             if session.catalog is None:
                 return None  # on the disks of all ranks
+            keep_pins(session, snapshot_id)
             try:
                 if session.catalog.publish(manifest_of(shards, writer=session.writer)):
                     return None
@@ -220,8 +222,10 @@ class KeptSnapshots:
         self._remove(snapshot_id)
 
     def _mark(self, snapshot_id: SnapshotId) -> None:
-        """Without a root a mark says, beside the file, that all ranks had it."""
+        """Without a root a mark says, beside the file, that all ranks had it; and the pin goes along."""
         session = self._session
+        if session.catalog is None and snapshot_id in session.pinned:
+            mark_near(session, snapshot_id, "pinned")
         if session.catalog is None and session.on_disk is not None:
             try:
                 session.on_disk.disk.mark_complete(snapshot_id)

@@ -10,6 +10,7 @@ from typing import Final
 
 from shardstore.engine.draining import drain
 from shardstore.engine.failures import Failures
+from shardstore.engine.liveness import left
 from shardstore.engine.saving import SavePipeline
 from shardstore.engine.session import Session
 from shardstore.errors import SaveFailedError
@@ -93,4 +94,5 @@ class Leaver:
         memory = self._session.memory
         memory.close(keep=keep_memory)
         memory.leave(remove=not keep_memory)
+        left(self._session.nonce)
         self._on_gone()

@@ -38,6 +38,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     created: float
     """Seconds since the epoch."""
     pinned: bool
+    """Retention never deletes it."""
     metadata: object
 
 
@@ -92,7 +93,7 @@ def resolve_name(name: object, root: str | None) -> str | None:
     return safe
 
 
-def info_of(manifest: Register, tiers: tuple[str, ...]) -> SnapshotInfo:
+def info_of(manifest: Register, tiers: tuple[str, ...], *, pinned: bool) -> SnapshotInfo:
     """Describe a committed snapshot."""
     return SnapshotInfo(
         step=manifest.step,
@@ -100,7 +101,7 @@ def info_of(manifest: Register, tiers: tuple[str, ...]) -> SnapshotInfo:
         tiers=tiers,
         nbytes=manifest.nbytes,
         created=manifest.created,
-        pinned=False,
+        pinned=pinned,
         metadata=manifest.metadata,
     )
 
@@ -112,7 +113,7 @@ def list_session(session: Session) -> list[SnapshotInfo]:
         near[snapshot_id] = (*near.get(snapshot_id, ()), "disk")
     with session.lock:
         found = {
-            i: msgspec.structs.replace(info, tiers=near[i])
+            i: msgspec.structs.replace(info, tiers=near[i], pinned=i in session.pinned)
             for i, info in session.complete.items()
             if i in near
         }
@@ -124,7 +125,8 @@ def list_session(session: Session) -> list[SnapshotInfo]:
                 del found[snapshot_id]
         for manifest in session.catalog.committed():
             tiers = near.get(manifest.id, ()) if manifest.id in found else ()
-            found[manifest.id] = info_of(manifest, (*tiers, "root"))
+            pinned = manifest.id in session.pinned or session.catalog.is_pinned(manifest.id)
+            found[manifest.id] = info_of(manifest, (*tiers, "root"), pinned=pinned)
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 
 
@@ -139,4 +141,7 @@ def list_snapshots(root: str | os.PathLike[str]) -> list[SnapshotInfo]:
     if resolved is None:
         raise ValueError("root must be a path")
     catalog = Catalog(DiskTier(resolved, name="root", ops=FileOps()))
-    return [info_of(manifest, ("root",)) for manifest in catalog.committed()]
+    return [
+        info_of(manifest, ("root",), pinned=catalog.is_pinned(manifest.id))
+        for manifest in catalog.committed()
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from shardstore.engine.verify import Verifier
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
+    FormatVersionError,
     ShardStoreError,
     TierError,
     TierFullError,
@@ -66,8 +67,16 @@ def load_shard(
     state: Mapping[str, object],
     candidate: Candidate,
     options: RestoreOptions,
+    problems: list[ShardStoreError],
 ) -> Loaded:
     """Compare, read, verify and allocate everything for one candidate. Live state is not touched.
+
+    Args:
+        session: Of this rank.
+        state: What is to be filled.
+        candidate: What to fill it from.
+        options: Of the restore.
+        problems: Gets what was wrong with each copy that cannot be used.
 
     Raises:
         StateMismatchError: It does not fit the live state or topology.
@@ -82,7 +91,6 @@ def load_shard(
             saved=f"{candidate.world_size} ranks",
             current=f"{session.world_size} ranks",
         )
-    problems: list[ShardStoreError] = []
     for reader in _sources(session, candidate, problems):
         stack = contextlib.ExitStack()
         try:
@@ -107,6 +115,23 @@ def load_shard(
         file=getattr(problems[-1], "file", None) if problems else None,
         tensor=getattr(problems[-1], "tensor", None) if problems else None,
     )
+
+
+def proves_damage(problems: Sequence[ShardStoreError], candidate: Candidate) -> bool:
+    """Whether every copy of this rank was read and is not what was saved: no fault that passes.
+
+    A copy that is not there says nothing, unless the register says that it should be.
+    """
+    wrong = [
+        isinstance(problem, CorruptSnapshotError | FormatError)
+        and not isinstance(problem, FormatVersionError)
+        for problem in problems
+    ]
+    absent = [
+        isinstance(problem.__cause__, FileNotFoundError) and not candidate.is_committed
+        for problem in problems
+    ]
+    return any(wrong) and all(w or a for w, a in zip(wrong, absent, strict=True))
 
 
 def _read_manifest(session: Session, candidate: Candidate) -> Manifest | None:

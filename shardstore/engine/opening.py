@@ -38,6 +38,8 @@ class _Report(msgspec.Struct, frozen=True):
     inventory: Inventory
     on_disk: tuple[SnapshotId, ...]
     problem: Note | None
+    pinned: tuple[SnapshotId, ...] = ()
+    damaged: tuple[SnapshotId, ...] = ()
 
 
 class _Agreement(msgspec.Struct, frozen=True):
@@ -82,7 +84,11 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         problem, error = note_of(raised, coordinator.rank), raised
     marked |= set(adopted.marked)
     inventory = _inventory(adopted, gists, marked)
-    report = _Report(options.shared_arguments, inventory, tuple(gists), problem)
+    pinned, damaged = tuple(adopted.pinned), tuple(adopted.damaged)
+    if on_disk is not None and problem is None:
+        pinned += tuple(on_disk.disk.with_mark("pinned"))
+        damaged += tuple(on_disk.disk.with_mark("damaged"))
+    report = _Report(options.shared_arguments, inventory, tuple(gists), problem, pinned, damaged)
 
     def decide(values: list[bytes]) -> bytes:
         reports = [msgspec.json.decode(value, type=_Report) for value in values]
@@ -174,5 +180,7 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         newest=found.id if isinstance(found, Candidate) else None,
         whole=tuple(set.intersection(*holders)),
         on_disks=tuple(set.intersection(*({*report.on_disk} for report in reports))),
+        pinned=tuple({i for report in reports for i in report.pinned}),
+        damaged=tuple({i for report in reports for i in report.damaged}),
     )
     return _Agreement(near=near)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardstore.engine.arguments import check_timeout, resolve_memory_dir
 from shardstore.engine.listing import resolve_disk, resolve_name, resolve_root
-from shardstore.engine.retention import check_keep
+from shardstore.engine.retention import Keep, check_keep
 from shardstore.errors import shown
 from shardstore.tiers.limits import parse_bytes
 
@@ -23,7 +23,7 @@ class OpenOptions:
     """None: measured."""
     memory_dir: str
     name: str | None
-    keep: int | None
+    keep: Keep | None
     timeout_s: float
     on_error: str
     on_full: str
@@ -32,9 +32,15 @@ class OpenOptions:
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
         return (
-            self.root, self.name, self.keep, self.memory_bytes == 0, self.on_error, self.on_full,
+            self.root, self.name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
             self.disk is not None,
         )  # fmt: skip
+
+    @property
+    def _keep_as_given(self) -> int | str | None:
+        if self.keep is None or self.keep.every_steps is not None:
+            return None if self.keep is None else repr(self.keep)
+        return self.keep.last
 
 
 def check_options(

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.commit import (
     Outcome,
     agree_complete,
@@ -21,7 +22,9 @@ from shardstore.engine.failures import Failures, save_failed
 from shardstore.engine.freeing import on_disk_key
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.listing import SnapshotInfo
-from shardstore.engine.retention import plan_deletions
+from shardstore.engine.marking import mark_damage
+from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.session import Failure, PendingSave, Session, failure_of
 from shardstore.engine.transitions import lost, passed
 from shardstore.errors import SaveFailedError, ShardStoreError
@@ -43,6 +46,7 @@ class Outcomes:
         self._kept = kept
         self._ops = ops
         self._has_freed_absent = False
+        self._has_cleared = False
 
     def learn_complete(self, save: PendingSave) -> bool:
         """Learn whether all ranks sealed: one write-once key. P moves; with memory alone that is all.
@@ -90,10 +94,9 @@ class Outcomes:
             self._session.warn("%s", error)
         if not save.persist:
             self._kept.watch()
+        mark_damage(self._session)
         if not self._session.has_outer and save.persist:
-            with self._session.lock:
-                persisted = [i for i in self._session.complete if self._session.is_counted(i)]
-            for old in plan_deletions(persisted, self._session.keep):
+            for old in self._session.released_near():
                 self._session.forget(old)
         self._finish_committed(save)
 
@@ -118,6 +121,7 @@ class Outcomes:
             self._finish_failed(save, outcome.failure)
             return
         assert save.id is not None
+        mark_damage(session)
         session.memory.mark_safe(save.id)
         if session.catalog is None:
             self._mark_on_disk(save)
@@ -145,10 +149,28 @@ class Outcomes:
             return
         with session.retention_lock:
             try:
+                if has_successor(session):
+                    return
                 self._ops.point("remove old")
-                session.catalog.remove_aborted()
+                session.catalog.remove_aborted(spare_runs=session.other_runs)
+                if session.keep is not None and not self._has_cleared:
+                    self._has_cleared = True
+                    self._remove_orphans(session.catalog)
             except (ShardStoreError, OSError) as error:
                 session.warn("an old snapshot could not be removed, it is tried again: %s", error)
+
+    def _remove_orphans(self, catalog: Catalog) -> None:
+        """Once per run: what runs before it left half written, where they are proven to have ended."""
+        session = self._session
+        self._ops.point("remove orphans")
+        for orphan in find_orphans(catalog, memory_dirs=(), held=session.held):
+            is_older = orphan.run is not None and orphan.run < session.run
+            if orphan.kind == "torn" and orphan.may_go and is_older:
+                problem = remove_orphan(catalog, orphan, writer=session.writer)
+                if problem:
+                    session.warn("%s stays on the root for now: %s", orphan.path, problem)
+                else:
+                    session.log("%s is removed from the root: %s", orphan.path, orphan.why)
 
     # ------------------------------------------------------------------ finish
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from shardstore.engine.listing import SnapshotInfo
-from shardstore.engine.retention import plan_deletions
+from shardstore.engine.marking import mark_near
 from shardstore.engine.session import Session
 from shardstore.engine.transitions import of_memory
 from shardstore.errors import ShardStoreError
@@ -26,6 +26,10 @@ class Near(msgspec.Struct, frozen=True):
     """Every rank of this topology can read these in memory or on its disk."""
     on_disks: tuple[SnapshotId, ...] = ()
     """Every rank has these on its disk."""
+    pinned: tuple[SnapshotId, ...] = ()
+    """Some rank has a pin beside its copy."""
+    damaged: tuple[SnapshotId, ...] = ()
+    """Some rank has a mark beside its copy that it was found damaged."""
 
 
 def protect(
@@ -40,6 +44,8 @@ def protect(
         near: The agreement.
     """
     memory = session.memory
+    session.pinned |= set(near.pinned)
+    session.damaged |= set(near.damaged)
     memory.set_newest_complete(near.newest)
     memory.adopt(adopted.slots)
     whole, on_disks = set(near.whole), set(near.on_disks)
@@ -51,10 +57,11 @@ def protect(
         if snapshot_id in whole and snapshot_id not in session.complete:
             session.complete[snapshot_id] = _info_of_file(snapshot_id, gist)
     _clear_disk(session, near, whole)
+    for snapshot_id in near.pinned:  # a rank may have died while they were pinned
+        mark_near(session, snapshot_id, "pinned")
     if session.catalog is None:
         # A crash may have come between "complete" and what it releases.
-        counted = [i for i in session.complete if session.is_counted(i)]
-        for old in plan_deletions(counted, session.keep):
+        for old in session.released_near():
             session.forget(old)
 
 
@@ -88,7 +95,8 @@ def _judge(
             pinned=False,
             metadata=header.metadata,
         )
-        superseded = catalog is not None and header.persist and not is_newest
+        is_needed = is_newest or slot.id in session.pinned
+        superseded = catalog is not None and header.persist and not is_needed
         if is_further_out or superseded:
             slot.is_safe = True
     elif header.world_size != session.world_size or is_further_out or slot.id in session.marked:
@@ -115,7 +123,10 @@ def _clear_disk(session: Session, near: Near, whole: set[SnapshotId]) -> None:
         return
     try:
         session.on_disk.clear_leftovers(
-            session.catalog, newest=near.newest, whole=whole, world_size=session.world_size
+            session.catalog,
+            newest=near.newest,
+            whole=whole | session.pinned,
+            world_size=session.world_size,
         )
     except (ShardStoreError, OSError) as error:
         session.warn("leftovers of earlier runs stay on the disk: %s", error)

@@ -12,7 +12,7 @@ import msgspec
 from shardstore.engine.choose import Candidate, Chooser, Inventory, Nothing, Skip
 from shardstore.engine.inventory import take_inventory
 from shardstore.engine.jointly import meet_after_copying
-from shardstore.engine.load import Loaded, load_shard
+from shardstore.engine.load import Loaded, load_shard, proves_damage
 from shardstore.engine.plan import check_step
 from shardstore.engine.report import RestoreReport
 from shardstore.engine.session import Failure, Session, failure_of
@@ -31,6 +31,7 @@ from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
     FormatVersionError,
+    ShardStoreError,
     TierError,
     TierFullError,
     UnsupportedStateError,
@@ -234,15 +235,27 @@ class Restorer:
             lambda values: self._count_votes(candidate, values),
             phase=f"restore of step {candidate.id.step}: reading and verifying",
         )
+        verdict = msgspec.json.decode(decided, type=Verdict)
+        self._note_damage(verdict)
         if self._refused_by is not None and not isinstance(self._refused_by, Exception):
             raise self._refused_by
-        return msgspec.json.decode(decided, type=Verdict)
+        return verdict
+
+    def _note_damage(self, verdict: Verdict) -> None:
+        """All ranks alike: where there is no root, each decides by itself what retention lets go."""
+        session = self._session
+        if verdict.passed_over is not None:
+            with session.lock:
+                session.damaged.add(verdict.passed_over)
+                if verdict.is_proven:
+                    session.unmarked.add(verdict.passed_over)
 
     def _load(self, candidate: Candidate) -> Vote:
         session = self._session
+        problems: list[ShardStoreError] = []
         try:
             with without_gc():
-                self._loaded = load_shard(session, self._state, candidate, self._options)
+                self._loaded = load_shard(session, self._state, candidate, self._options, problems)
         except FormatVersionError as error:
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
@@ -252,8 +265,8 @@ class Restorer:
             return Vote(refusal=note_of(error, session.rank))
         except (CorruptSnapshotError, FormatError, TierError) as error:
             session.warn("%s cannot be restored from: %s", candidate.id, error)
-            session.damaged.add(candidate.id)
-            return Vote(damage=note_of(error, session.rank))
+            is_proven = proves_damage(problems, candidate)
+            return Vote(damage=note_of(error, session.rank), is_proven=is_proven)
         except BaseException as error:  # noqa: BLE001 - every rank must hear of it
             self._refused_by = error
             return Vote(refusal=note_of(error, session.rank))
@@ -270,7 +283,6 @@ class Restorer:
             verdict = Verdict("raise", note=merge_notes(refusals))
         elif damages:
             note = merge_notes(damages)
-            self._session.damaged.add(candidate.id)
             self._chooser.skip(candidate, note.message)
             if self._options.fallback:
                 verdict = self._next_candidate()
@@ -279,6 +291,10 @@ class Restorer:
                     verdict = msgspec.structs.replace(verdict, note=note)
             else:
                 verdict = Verdict("raise", note=msgspec.structs.replace(note, kind="corrupt"))
+            is_proven = any(vote.is_proven for vote in votes)
+            verdict = msgspec.structs.replace(
+                verdict, passed_over=candidate.id, is_proven=is_proven
+            )
         else:
             tiers: dict[str, int] = {}
             for vote in votes:

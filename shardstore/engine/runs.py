@@ -8,12 +8,24 @@ from typing import Final
 
 import msgspec
 
+from shardstore.engine.liveness import RunRecord, entered, record_of_this
+from shardstore.engine.marking import keep_pins
+from shardstore.engine.otherjobs import find_other_jobs
 from shardstore.engine.session import Session
 from shardstore.engine.transitions import tell
 from shardstore.errors import TierError
+from shardstore.format.records import SnapshotId
 
 _VISIBLE_WAIT_S: Final = 30.0
 """How long another host may take to show a new file (NFS attribute caches)."""
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """What a rank brings to the agreement."""
+
+    highest_run: int
+    held: tuple[SnapshotId, ...]
+    """What it has in memory and on its disk."""
 
 
 class RunNumber:
@@ -42,25 +54,30 @@ class RunNumber:
 
     def _agree(self, count: int) -> None:
         session = self._session
-        highest = max(session.highest_adopted_run, 0)
+        near = {*session.memory.ids()}
+        if session.on_disk is not None:
+            near |= {*session.on_disk.disk.ids()}
+        card = _Card(max(session.highest_adopted_run, 0), tuple(near))
 
         def claim(values: list[bytes]) -> bytes:
-            lowest = 1 + max(msgspec.json.decode(value, type=int) for value in values)
+            cards = [msgspec.json.decode(value, type=_Card) for value in values]
+            session.held |= {i for card in cards for i in card.held}
+            lowest = 1 + max(card.highest_run for card in cards)
             if session.catalog is None:
                 return msgspec.json.encode(lowest)
-            run = session.catalog.claim_run(
-                lowest, nonce=session.nonce, host=session.host, boot_id=session.boot_id
-            )
-            return msgspec.json.encode(run)
+            return msgspec.json.encode(session.catalog.claim_run(lowest, self._record))
 
         decided = session.coordinator.gather_decide(
             f"run/{count}",
-            msgspec.json.encode(highest),
+            msgspec.json.encode(card),
             claim,
             phase="agreeing on the run number at the first save",
         )
-        self._run = msgspec.json.decode(decided, type=int)
+        self._run = session.run = msgspec.json.decode(decided, type=int)
         if session.catalog is not None and session.rank == 0:
+            entered(session.nonce)
+            find_other_jobs(session)
+            keep_pins(session)
             late = session.catalog.publish_late(before_run=self._run, writer=session.writer)
             for snapshot_id in late:
                 text = "%s of an earlier run was whole and is committed now"
@@ -68,6 +85,19 @@ class RunNumber:
                     session.rank, "committed", text, snapshot_id,
                     step=snapshot_id.step, snapshot_id=snapshot_id, tier="root",
                 )  # fmt: skip
+
+    def _record(self) -> RunRecord:
+        session = self._session
+        assert session.catalog is not None
+        return record_of_this(
+            nonce=session.nonce,
+            host=session.host,
+            boot_id=session.boot_id,
+            started=time.time(),
+            location=session.catalog.tier.location,
+            memory=session.memory.folder or "",
+            others=session.world_size - len(session.local_ranks),
+        )
 
     def _check_shared(self) -> None:
         session = self._session

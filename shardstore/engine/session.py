@@ -20,6 +20,7 @@ from shardstore.engine.catalog import Catalog, SealedShard
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
+from shardstore.engine.retention import Keep, plan_deletions
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
@@ -138,7 +139,7 @@ class Session:
     memory: MemoryTier
     catalog: Catalog | None
     on_disk: OnDisk | None
-    keep: int | None
+    keep: Keep | None
     timeout_s: float
     writer: dict[str, str]
     nonce: str
@@ -152,6 +153,17 @@ class Session:
     marked: set[SnapshotId] = field(default_factory=set)
     aborted: set[SnapshotId] = field(default_factory=set)
     damaged: set[SnapshotId] = field(default_factory=set)
+    """Snapshots that some rank could not read; equal on all ranks."""
+    unmarked: set[SnapshotId] = field(default_factory=set)
+    """Those whose bytes were wrong, and that have no mark yet that says so."""
+    pinned: set[SnapshotId] = field(default_factory=set)
+    """Pinned near the ranks, in memory or on disks; equal on all ranks. Pins on the root are there."""
+    run: int = 0
+    """Number of this run, once it is agreed."""
+    other_runs: set[int] = field(default_factory=set)
+    """Earlier runs that were alive at the first save of this one: other jobs on the same root."""
+    held: set[SnapshotId] = field(default_factory=set)
+    """On rank 0: what any rank had in memory or on its disk at the first save."""
     tables: dict[str, tuple[TensorRow, ...]] = field(default_factory=dict)
     """Tensor tables by digest, on rank 0."""
     adopted_world_sizes: dict[SnapshotId, int] = field(default_factory=dict)
@@ -195,6 +207,14 @@ class Session:
         if self.memory.is_kept(snapshot_id):
             return False
         return self.on_disk is None or not self.on_disk.is_kept(snapshot_id)
+
+    def released_near(self, *more: SnapshotId) -> list[SnapshotId]:
+        """What retention lets go where there is no root, of what is complete and `more`; oldest first."""
+        with self.lock:
+            near = {*self.complete, *more}
+            pinned, damaged = set(self.pinned), set(self.damaged)
+        counted = [i for i in near if self.is_counted(i)]
+        return plan_deletions(counted, self.keep, pinned=pinned, damaged=damaged)
 
     def know_complete(self, info: SnapshotInfo, snapshot_id: SnapshotId) -> None:
         """All ranks have this one in memory: it is the newest that a restart can count on."""
@@ -241,6 +261,7 @@ class Session:
 
     def _forget(self, snapshot_id: SnapshotId) -> None:
         self.complete.pop(snapshot_id, None)
+        self.pinned.discard(snapshot_id)
         left = max(self.complete, key=lambda i: i.order, default=None)
         if self.memory.newest_complete == snapshot_id:
             self.memory.set_newest_complete(left)

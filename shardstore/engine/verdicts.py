@@ -19,6 +19,7 @@ from shardstore.errors import (
     TopologyMismatchError,
     UnsupportedStateError,
 )
+from shardstore.format.records import SnapshotId
 
 _MAX_RANKS_SHOWN: Final = 4
 
@@ -71,6 +72,8 @@ class Vote(msgspec.Struct, frozen=True):
     metadata: object = None
     damage: Note | None = None
     """Pass over it."""
+    is_proven: bool = False
+    """Bytes were read, and they are not those that were saved: more than a device that gives none."""
     refusal: Note | None = None
     """Raise on all ranks."""
 
@@ -87,6 +90,10 @@ class Verdict(msgspec.Struct, frozen=True):
     metadata: object = None
     count: int = 0
     """Save count that all ranks go on from."""
+    passed_over: SnapshotId | None = None
+    """Some rank could not read this one, just now."""
+    is_proven: bool = False
+    """It is damaged, and not merely out of reach."""
 
 
 def note_of(error: BaseException, rank: int) -> Note:

@@ -17,6 +17,7 @@ from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import ShardHeader, SnapshotId
 from shardstore.tiers import ownership
 from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.marks import marks_among
 from shardstore.tiers.slotfiles import mark_name
 from shardstore.tiers.slots import Slot, map_slot, read_slot_header
 
@@ -39,6 +40,9 @@ class Adopted:
     """Header and digest of each readable snapshot."""
     marked: list[SnapshotId] = field(default_factory=list)
     """Memory-only snapshots that were complete on all ranks, readable here or not."""
+    pinned: list[SnapshotId] = field(default_factory=list)
+    damaged: list[SnapshotId] = field(default_factory=list)
+    """Snapshots with that mark beside this rank's copy."""
     num_ranks_seen: dict[SnapshotId, int] = field(default_factory=dict)
     """Shards of any rank in this folder, by snapshot."""
     highest_run: int = 0
@@ -152,6 +156,9 @@ def _adopt_snapshot(
         result.marked.append(snapshot_id)
     if shard_file_name(rank) not in names or snapshot_id.nonce not in dead:
         return False
+    marks = marks_among(names, rank)
+    result.pinned += [snapshot_id] * ("pinned" in marks)
+    result.damaged += [snapshot_id] * ("damaged" in marks)
     path = os.path.join(inner, shard_file_name(rank))
     slot = _map_existing(path, ops)
     if slot is None:

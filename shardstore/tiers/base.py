@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Protocol
 
+from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
 
 
@@ -135,8 +136,44 @@ class RootTier(Protocol):
         """Remove an attempt whose register says `aborted`: bytes first, then the folder."""
         ...
 
+    def remove_deleted(self, name: str) -> None:
+        """Remove one of `list_deleted`."""
+        ...
+
+    def list_deleted(self) -> list[str]:
+        """Names of what an interrupted `remove` left."""
+        ...
+
+    def list_names(self, folder: str = "") -> list[tuple[str, int]]:
+        """Names and sizes of all that is in the root, or in one of its folders."""
+        ...
+
+    def read_small(self, name: str) -> bytes | None:
+        """A small file in the root itself, None if it is not there."""
+        ...
+
+    def remove_temp(self, folder: str, name: str) -> None:
+        """Remove a file that a dead process was writing."""
+        ...
+
+    def marks(self, snapshot_id: SnapshotId) -> frozenset[Mark]:
+        """Marks beside a snapshot."""
+        ...
+
+    def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Put a mark beside a snapshot that is there, durably. Again is fine."""
+        ...
+
+    def drop_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Remove a mark, durably. Again is fine."""
+        ...
+
     def run_numbers(self) -> list[int]:
         """Numbers of all claimed runs, unordered."""
+        ...
+
+    def make_location(self) -> None:
+        """Make the root itself, where it has to be made."""
         ...
 
     def claim_run(self, run: int, record: bytes) -> bool:

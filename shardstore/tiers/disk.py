@@ -17,13 +17,22 @@ from shardstore.format.manifest import (
     MAX_MANIFEST_NBYTES,
     shard_file_name,
 )
+from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
 from shardstore.tiers.fileops import FileOps, make_folders, translated
+from shardstore.tiers.marks import drop_mark, marks_among, put_mark
+from shardstore.tiers.removing import (
+    deleted_id,
+    is_run_temp,
+    is_temp,
+    remove_attempt,
+    remove_renamed,
+    renamed_folders,
+)
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
-_DELETED: Final = "deleted-"
 _PEEK_NBYTES: Final = 1 << 16
 _MAX_RUN_NBYTES: Final = 1 << 16
 
@@ -245,44 +254,66 @@ class DiskTier:
         A name that is not ours keeps the renamed folder in place: nothing foreign is deleted.
         """
         folder = self._folder(snapshot_id)
-        away = os.path.join(self.location, _DELETED + snapshot_id.name)
         with translated(self.name, "delete", folder):
-            for name in self._names(folder, "list"):
-                if name != MANIFEST_NAME and self._is_ours(name):
-                    self._unlink_if_there(os.path.join(folder, name))
+            remove_attempt(self._ops, folder)
+
+    def remove_deleted(self, name: str) -> None:
+        """Remove what is left in a folder that was renamed away, as after a crash in `remove`."""
+        if deleted_id(name) is None:
+            raise ValueError(f"{name} is not the name of a folder that is being removed")
+        away = os.path.join(self.location, name)
+        with translated(self.name, "delete", away):
+            remove_renamed(self._ops, away)
+
+    def list_deleted(self) -> list[str]:
+        """Names of the folders that an unfinished `remove` renamed away."""
+        paths = renamed_folders(self.location, self._names(self.location, "list"))
+        return [os.path.basename(path) for path in paths]
+
+    def list_names(self, folder: str = "") -> list[tuple[str, int]]:
+        """Names, and sizes in bytes, of all that is in the root or in one of its folders.
+
+        Args:
+            folder: A name in the root; empty for the root itself. That it is gone is fine.
+        """
+        path = os.path.join(self.location, folder)
+        found = []
+        for name in self._names(path, "list"):
             try:
-                self._ops.rename(folder, away)
-            except FileNotFoundError:
-                return
-            self._ops.fsync_folder(self.location)
-            self._remove_renamed(away)
+                found.append((name, os.lstat(os.path.join(path, name)).st_size))
+            except OSError:
+                continue  # it went meanwhile
+        return found
 
-    def _remove_renamed(self, away: str) -> None:
-        for name in self._names(away, "list"):
-            if self._is_ours(name):
-                self._unlink_if_there(os.path.join(away, name))
-        try:
-            self._ops.remove_folder(away)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+    def read_small(self, name: str) -> bytes | None:
+        """A small file in the root itself, None if it is not there."""
+        return self._read_small(os.path.join(self.location, name), _MAX_RUN_NBYTES)
 
-    def _unlink_if_there(self, path: str) -> None:
-        try:
-            self._ops.unlink(path)
-        except FileNotFoundError:
-            pass
+    def remove_temp(self, folder: str, name: str) -> None:
+        """Remove a file that a dead process was writing; `folder` as in `list_names`."""
+        path = os.path.join(self.location, folder, name)
+        if not (is_temp(name) if folder else is_run_temp(name)):
+            raise ValueError(f"{path} is not the name of a file that is being written")
+        with translated(self.name, "delete", path):
+            drop_mark(self._ops, path)
 
-    @staticmethod
-    def _is_ours(name: str) -> bool:
-        bare = name.removesuffix(".tmp")
-        return (
-            name == MANIFEST_NAME
-            or bool(_SHARD.fullmatch(bare))
-            or (name.startswith(f".{MANIFEST_NAME}.") and name.endswith(".tmp"))
-        )
+    # ------------------------------------------------------------------- marks
+
+    def marks(self, snapshot_id: SnapshotId) -> frozenset[Mark]:
+        """Marks beside a snapshot."""
+        return marks_among(self._names(self._folder(snapshot_id), "list"))
+
+    def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Put a mark beside a snapshot whose folder is there, durably."""
+        path = os.path.join(self._folder(snapshot_id), mark_file(mark))
+        with translated(self.name, "mark", path):
+            put_mark(self._ops, path)
+
+    def drop_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Remove a mark, durably; that it is not there is fine."""
+        path = os.path.join(self._folder(snapshot_id), mark_file(mark))
+        with translated(self.name, "mark", path):
+            drop_mark(self._ops, path)
 
     # -------------------------------------------------------------------- runs
 
@@ -291,10 +322,13 @@ class DiskTier:
         names = self._names(self.location, "list")
         return [int(match[1], 16) for name in names if (match := _RUN.fullmatch(name))]
 
-    def claim_run(self, run: int, record: bytes) -> bool:
-        """Create `run-XXXXXXXX.json` exclusively; False if another job has that number."""
+    def make_location(self) -> None:
+        """Make the folder itself, durably, unless it is there."""
         with translated(self.name, "create", self.location):
             self._make_location()
+
+    def claim_run(self, run: int, record: bytes) -> bool:
+        """Create `run-XXXXXXXX.json` exclusively; False if another job has that number."""
         return self._create_exclusively(self._run_path(run), record)
 
     def read_run(self, run: int) -> bytes | None:

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from shardstore.errors import TierError
 from shardstore.format.manifest import shard_file_name
+from shardstore.format.marks import MARKS, Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.diskshard import DiskReader, DiskWriter, remove_if_orphan
 from shardstore.tiers.fileops import FileOps, translated
+from shardstore.tiers.marks import drop_mark, put_mark
 from shardstore.tiers.slotfiles import mark_name
 
 
@@ -51,6 +53,11 @@ class LocalDisk:
         ids = self._tier.list_ids()
         return [i for i in ids if os.path.exists(self._path(i, mark_name(self.rank)))]
 
+    def with_mark(self, mark: Mark) -> list[SnapshotId]:
+        """Snapshots of which this rank has a file here, and a mark beside it."""
+        name = mark_file(mark, self.rank)
+        return [i for i in self.ids() if os.path.exists(self._path(i, name))]
+
     def has(self, snapshot_id: SnapshotId, rank: int | None = None) -> bool:
         """Whether the file of this rank, or of another one, is here."""
         name = None if rank is None else shard_file_name(rank)
@@ -90,13 +97,35 @@ class LocalDisk:
                 pass
             self._ops.fsync_folder(os.path.dirname(path))
 
+    def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Put a mark beside this rank's file, durably; that there is no file is fine.
+
+        Raises:
+            TierError: It cannot be written.
+        """
+        path = self._path(snapshot_id, mark_file(mark, self.rank))
+        if self.has(snapshot_id):
+            with translated(self.name, "mark", path):
+                put_mark(self._ops, path)
+
+    def drop_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Remove a mark beside this rank's file, durably; that there is none is fine.
+
+        Raises:
+            TierError: It cannot be removed.
+        """
+        path = self._path(snapshot_id, mark_file(mark, self.rank))
+        with translated(self.name, "mark", path):
+            drop_mark(self._ops, path)
+
     def remove(self, snapshot_id: SnapshotId, rank: int | None = None) -> None:
-        """Remove this rank's file and mark, or those of a rank that is no longer on this host."""
+        """Remove this rank's file and marks, or those of a rank that is no longer on this host."""
         rank = self.rank if rank is None else rank
-        try:
-            self._ops.unlink(self._path(snapshot_id, mark_name(rank)))
-        except OSError:
-            pass
+        for name in (mark_name(rank), *(mark_file(mark, rank) for mark in MARKS)):
+            try:
+                self._ops.unlink(self._path(snapshot_id, name))
+            except OSError:
+                pass
         self._tier.remove_shard(snapshot_id, rank)
 
     def remove_orphans(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shardstore.errors import TierError, TierFullError
+from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.pool import SlotPool
@@ -353,6 +354,29 @@ class MemoryTier:
     def mark_complete(self, snapshot_id: SnapshotId) -> None:
         """Leave a mark that this memory-only snapshot was complete on all ranks."""
         self._pool.files.mark_complete(snapshot_id)
+
+    def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Put a mark beside this rank's copy, for a restart; that there is no file is fine.
+
+        Raises:
+            TierError: It cannot be written.
+        """
+        with self._changed:
+            for slot in self._named(snapshot_id):
+                self._pool.files.put_mark(slot, mark)
+
+    def drop_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
+        """Remove a mark beside this rank's copy; that there is none is fine.
+
+        Raises:
+            TierError: It cannot be removed.
+        """
+        with self._changed:
+            for slot in self._named(snapshot_id):
+                self._pool.files.drop_mark(slot, mark)
+
+    def _named(self, snapshot_id: SnapshotId) -> list[Slot]:
+        return [s for s in self._slots if s.id == snapshot_id and s.state == "sealed"]
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make `count` free warm slots of `nbytes` in the background, as far as the budget goes."""

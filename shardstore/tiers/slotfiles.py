@@ -12,10 +12,12 @@ from typing import Final
 
 from shardstore.errors import TierFullError, without_frames
 from shardstore.format.manifest import shard_file_name
+from shardstore.format.marks import MARKS, Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers import ownership, pages
 from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.limits import SPARE_BYTES, TMPFS_REMEDY, check_room
+from shardstore.tiers.marks import drop_mark, put_mark
 from shardstore.tiers.slots import Slot, erase_header, map_slot
 
 _LOG: Final = logging.getLogger("shardstore")
@@ -171,13 +173,16 @@ class SlotFiles:
         self._leave_snapshot_folder(os.path.join(self.folder, snapshot_id.name))
 
     def _leave_snapshot_folder(self, folder: str) -> None:
-        """Remove this rank's mark, and the folder if no other rank has files in it."""
-        mark = os.path.join(folder, mark_name(self.rank))
-        for remove, path in ((self._ops.unlink, mark), (self._ops.remove_folder, folder)):
+        """Remove this rank's marks, and the folder if no other rank has files in it."""
+        for name in (mark_name(self.rank), *(mark_file(mark, self.rank) for mark in MARKS)):
             try:
-                remove(path)
+                self._ops.unlink(os.path.join(folder, name))
             except OSError:
                 pass
+        try:
+            self._ops.remove_folder(folder)
+        except OSError:
+            pass
 
     def free(self, slot: Slot) -> None:
         """Give a slot's memory back to the system."""
@@ -231,6 +236,20 @@ class SlotFiles:
                 os.close(self._ops.open_new(path, 0o600))
             except FileExistsError:
                 pass
+
+    def put_mark(self, slot: Slot, mark: Mark) -> None:
+        """Put a mark beside a sealed slot that has a name."""
+        if slot.path is not None:
+            path = os.path.join(os.path.dirname(slot.path), mark_file(mark, self.rank))
+            with translated("memory", "mark", path):
+                put_mark(self._ops, path, 0o600)
+
+    def drop_mark(self, slot: Slot, mark: Mark) -> None:
+        """Remove a mark beside a sealed slot; that there is none is fine."""
+        if slot.path is not None:
+            path = os.path.join(os.path.dirname(slot.path), mark_file(mark, self.rank))
+            with translated("memory", "mark", path):
+                drop_mark(self._ops, path)
 
 
 def mark_name(rank: int) -> str:

@@ -41,10 +41,10 @@ class BrokenOps(WatchedOps):
     def _hit(self, name: str, *subject: object) -> None:
         before = len(self.names)
         super()._hit(name, *subject)
-        if name.startswith("point:") or not self._armed:
-            return
+        if name.startswith(("point:", "store")) or not self._armed:
+            return  # no system calls
         with self._lock:
-            is_it = self.names[before:] and len(self.names) >= self.number > 0 and not self.at
+            is_it = len(self.names) > before and len(self.names) >= self.number > 0 and not self.at
             if is_it:
                 self.at = self.names[-1]
         if is_it and self.in_doubt:

@@ -21,7 +21,7 @@ import pytest
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.opening import _agree, _inventory, _Report
 from shardstore.engine.protecting import protect
-from shardstore.engine.retention import plan_deletions
+from shardstore.engine.retention import Keep, plan_deletions
 from shardstore.engine.session import Session
 from shardstore.errors import TierFullError
 from shardstore.format.records import SnapshotId
@@ -90,8 +90,8 @@ class World:
         self.ops = FileOps()
         self.world_size = rng.choice([2, 2, 3])
         self.has_root = rng.random() < 0.5
-        self.keep = None if self.has_root else rng.choice([1, 1, 2])
-        self.num_slots = max(rng.choice([2, 2, 3]), (self.keep or 1) + 1)
+        self.keep = None if self.has_root else Keep(last=rng.choice([1, 1, 2]))
+        self.num_slots = max(rng.choice([2, 2, 3]), (self.keep.last if self.keep else 1) + 1)
         self.root: dict[SnapshotId, dict[int, bytes]] = {}
         self.committed: set[SnapshotId] = set()
         self.best: SnapshotId | None = None

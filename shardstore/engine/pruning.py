@@ -1,0 +1,128 @@
+"""Delete by policy what is committed on a root: for the store after a commit, and for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.retention import Keep, check_keep, plan_deletions
+from shardstore.errors import ShardStoreError, TierError
+from shardstore.format.manifest import Register
+from shardstore.format.records import SnapshotId
+
+_REASON = "retention"
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A snapshot that a policy lets go."""
+
+    id: SnapshotId
+    nbytes: int
+    """Of all ranks' files."""
+    why: str
+    """Which newer ones are kept instead."""
+    problem: str = ""
+    """Why it is still listed, or its bytes are still there; tried again next time."""
+
+
+def prune(
+    catalog: Catalog,
+    keep: Keep | int,
+    *,
+    writer: Mapping[str, str],
+    dry_run: bool = True,
+    spare_runs: Collection[int] = (),
+) -> list[Pruned]:
+    """Delete what `keep` does not keep, oldest first; needs no ranks and no torch.
+
+    What goes is taken off the list before a byte of it is removed, and the newest good one never
+    goes. Jobs may run meanwhile, but none should be restoring an older snapshot from this root.
+
+    Args:
+        catalog: Of the root.
+        keep: The policy.
+        writer: Versions to record in the registers of what goes.
+        dry_run: Only say what would go.
+        spare_runs: Run numbers whose snapshots stay whatever the policy says.
+
+    Returns:
+        What goes, with what went wrong; empty if nothing does.
+
+    Raises:
+        ValueError: `keep` is no policy.
+        TierError: The root cannot be read.
+    """
+    policy = check_keep(keep)
+    if policy is None:
+        raise ValueError("prune needs a policy: a count, or Keep(last=, every_steps=)")
+    found = find_removable(catalog, policy, spare_runs=spare_runs)
+    why = f"older than the newest {policy.last}"
+    if policy.every_steps is not None:
+        why += f", and not the newest of a step that {policy.every_steps:,} divides"
+    return [
+        Pruned(
+            register.id,
+            register.nbytes,
+            why,
+            "" if dry_run else _delete(catalog, register.id, writer),
+        )
+        for register in found
+    ]
+
+
+def find_removable(
+    catalog: Catalog,
+    keep: Keep,
+    *,
+    damaged: Collection[SnapshotId] = (),
+    spare_runs: Collection[int] = (),
+) -> list[Register]:
+    """Committed snapshots on a root that a policy lets go, oldest first.
+
+    Args:
+        catalog: Of the root.
+        keep: The policy.
+        damaged: Known to be, beside those that are marked.
+        spare_runs: See `prune`.
+    """
+    registers = {r.id: r for r in catalog.committed() if r.is_counted}
+    marks = {snapshot_id: catalog.tier.marks(snapshot_id) for snapshot_id in registers}
+    going = plan_deletions(
+        registers,
+        keep,
+        pinned=[i for i, found in marks.items() if "pinned" in found],
+        damaged={*damaged, *(i for i, found in marks.items() if "damaged" in found)},
+    )
+    return [registers[i] for i in going if i.run not in spare_runs]
+
+
+def take_off(catalog: Catalog, snapshot_id: SnapshotId, *, writer: Mapping[str, str]) -> bool:
+    """Take one off the list unless it was pinned just now; its bytes are still there.
+
+    Returns:
+        Whether it is off the list.
+
+    Raises:
+        TierError: It is still listed.
+    """
+    if catalog.is_pinned(snapshot_id):
+        return False
+    try:
+        catalog.unlist(snapshot_id, reason=_REASON, writer=writer)
+    except TierError:
+        # Replaced, and only the folder could not be synced? The register itself is the answer.
+        if catalog.is_listed(snapshot_id):
+            raise
+    return True
+
+
+def _delete(catalog: Catalog, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> str:
+    try:
+        if not take_off(catalog, snapshot_id, writer=writer):
+            return "it was pinned meanwhile"
+        catalog.tier.remove(snapshot_id)
+    except ShardStoreError as error:
+        return str(error)
+    return ""
