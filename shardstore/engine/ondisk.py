@@ -21,6 +21,8 @@ class OnDisk:
         self._local_ranks = local_ranks
         self._lock = threading.Lock()
         self._gists: dict[SnapshotId, Gist | None] = {}
+        self._stubborn: set[SnapshotId] = set()
+        """Of these a file or the folder was still there after it was removed."""
 
     def gists(self, step: int | None = None) -> dict[SnapshotId, Gist]:
         """Readable snapshots here (at one step), oldest first."""
@@ -57,11 +59,23 @@ class OnDisk:
         gist = self._gist(snapshot_id) if self.disk.has(snapshot_id) else None
         return gist is not None and not gist.persist
 
-    def remove(self, snapshot_id: SnapshotId) -> None:
-        """Drop this rank's file."""
-        self.disk.remove(snapshot_id)
+    def remove(self, snapshot_id: SnapshotId, *, for_good: bool = True) -> None:
+        """Drop this rank's file, and what could not be dropped the last time.
+
+        Args:
+            snapshot_id: Whose file.
+            for_good: It will not be written again: a removal that fails is tried again.
+        """
         with self._lock:
             self._gists.pop(snapshot_id, None)
+            to_remove = {snapshot_id, *self._stubborn}
+        for leaving in to_remove:
+            self.disk.remove(leaving)
+        with self._lock:
+            self._stubborn -= to_remove
+            if not for_good:
+                to_remove.discard(snapshot_id)
+            self._stubborn |= {i for i in to_remove if self.disk.has_folder(i)}
 
     def make_room(self, catalog: Catalog) -> bool:
         """Give up one file that nobody needs here: aborted, or committed on the root, oldest first.

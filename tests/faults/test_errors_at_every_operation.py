@@ -83,23 +83,43 @@ def _open(here: Path, tiers: str, ops: BrokenOps, disk_folder: Path, **more: Any
         return Ranks().open(here / "root", memory_dir=memory, name="job", **options, **more)
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize(
-    ("code", "in_doubt"),
-    [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True), (errno.EDQUOT, False)],
-    ids=["full", "broken", "in doubt", "quota"],
+FAULTS = {
+    "full": (errno.ENOSPC, False),
+    "quota": (errno.EDQUOT, False),
+    "broken": (errno.EIO, False),
+    "in doubt": (errno.EIO, True),
+}
+EVERY_TIME = (
+    ("full", "root"),
+    ("full", "memory, disk and root"),
+    ("broken", "memory and root"),
+    ("broken", "disk and root"),
+    ("in doubt", "memory, disk and root"),
 )
+
+
+def _cases() -> list[Any]:
+    marks = {case: () if case in EVERY_TIME else (pytest.mark.nightly,) for case in _all_cases()}
+    return [pytest.param(*case, marks=marks[case], id=" - ".join(case)) for case in marks]
+
+
+def _all_cases() -> list[tuple[str, str]]:
+    return [(fault, tiers) for fault in FAULTS for tiers in TIERS]
+
+
+@pytest.mark.parametrize(("fault", "tiers"), _cases())
 def test_old_or_new_whole_on_all_ranks_and_the_space_comes_back(
-    folder: str, disk_folder: Path, tiers: str, code: int, in_doubt: bool
+    folder: str, disk_folder: Path, fault: str, tiers: str
 ) -> None:
-    if code == errno.EDQUOT and tiers != "root":
-        pytest.skip("as a full disk")
+    code, in_doubt = FAULTS[fault]
     here, root = Path(folder), Path(folder, "root")
     ops = BrokenOps()
     stores = _open(here, tiers, ops, disk_folder, keep=1, on_error="warn")
     assert stores.save(1) == ["", ""]
     stores.drain()
-    used, step, newest, number = used_bytes(root), 1, 1, 0
+    places = (root, here / "memory", disk_folder)
+    used, step, newest, number = [used_bytes(place) for place in places], 1, 1, 0
+    used[1] *= 2  # a second slot comes with the second save
     while True:
         number += 1
         step += 1
@@ -125,7 +145,8 @@ def test_old_or_new_whole_on_all_ranks_and_the_space_comes_back(
         newest = step
         assert stores.restore() == newest, at
         assert steps_of(root) == [newest], f"{at}: left {names(root)}"
-        assert used_bytes(root) <= used, f"{at}: space was lost: {names(root)}"
+        for place, allowed in zip(places, used, strict=True):
+            assert used_bytes(place) <= allowed, f"{at}: space was lost: {names(place)}"
     assert number > 20
     assert steps_of(root, ("step-", "deleted-")) == [step]
     stores.close()
