@@ -185,6 +185,14 @@ class FileOps:
         """Whether files in this folder are memory (tmpfs or ramfs); assumed where nobody can say."""
         return _file_system_type(path) in (None, *_MEMORY_TYPES)
 
+    def free_space(self, path: str) -> int | None:
+        """Bytes that this user may still write where `path` is; None where nobody can say."""
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
     def store(self, slot: memoryview, offset: int, data: bytes) -> None:
         """Write bytes into a mapped slot."""
         slot[offset : offset + len(data)] = data

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardstore import ShardStoreError, SnapshotStore, list_snapshots
+from shardstore import CorruptSnapshotError, ShardStoreError, SnapshotStore, list_snapshots
 from shardstore.tiers.fileops import FileOps, use_ops
 from tests.faults.breaking_ops import WatchedOps, raise_at
 from tests.faults.threaded import Ranks, Stores, names, state_of, steps_of
@@ -219,7 +219,7 @@ def test_a_root_that_cannot_be_listed_is_an_error_and_never_an_empty_one(folder:
     stores = _open(here, memory=0)
     assert stores.save(1) == ["", ""]
     stores.close()
-    with pytest.raises(ShardStoreError, match="EACCES"):
+    with pytest.raises(CorruptSnapshotError, match="EACCES"):
         _open(here, UnreadableOps("/root"), memory=0).restore(required=False)
 
 
