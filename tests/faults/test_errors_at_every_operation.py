@@ -91,9 +91,7 @@ FAULTS = {
 }
 EVERY_TIME = (
     ("full", "root"),
-    ("full", "memory, disk and root"),
     ("broken", "memory and root"),
-    ("broken", "disk and root"),
     ("in doubt", "memory, disk and root"),
 )
 

@@ -7,6 +7,7 @@ snapshot whose files on the root are whole is never lost to what was done to oth
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import shutil
 import tempfile
@@ -32,6 +33,16 @@ def _open(at: Path, *, memory: str | int = "1MiB", has_disk: bool = True) -> Sto
     if has_disk:
         options["disk"] = at / "disk"
     return Ranks().open(at / "root", **options)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What is captured of thousands of warnings would keep all that was refused alive."""
+    logger = logging.getLogger("shardstore")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")
