@@ -103,30 +103,39 @@ def _warn_if_replaced(session: Session, save: PendingSave) -> None:
 
 def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
     """Retention, first half: take old snapshots off the list, now that a successor is on it."""
-    released: list[SnapshotId] = []
     if session.keep is None:
         return ()
     if session.catalog is None:
         return tuple(session.released_near(*([save.id] if save.id is not None else [])))
-    if has_successor(session):
-        return ()
     with session.retention_lock:
         if session.is_restoring:
             return ()  # the next commit does it
         try:
+            if has_successor(session):
+                return ()
             removable = find_removable(
                 session.catalog,
                 session.keep,
                 damaged=session.damaged,
                 spare_runs=session.other_runs,
             )
-            for register in removable:
-                is_pinned = register.id in session.pinned
-                if not is_pinned and take_off(session.catalog, register.id, writer=session.writer):
-                    released.append(register.id)
         except (ShardStoreError, OSError) as error:
-            session.warn("an old snapshot could not be deleted, it is tried again: %s", error)
-    return tuple(released)
+            session.warn("which snapshots are old cannot be seen, it is tried again: %s", error)
+            return ()
+        return tuple(
+            register.id
+            for register in removable
+            if register.id not in session.pinned and _take_off(session, register.id)
+        )
+
+
+def _take_off(session: Session, snapshot_id: SnapshotId) -> bool:
+    assert session.catalog is not None
+    try:
+        return take_off(session.catalog, snapshot_id, writer=session.writer)
+    except (ShardStoreError, OSError) as error:
+        session.warn("an old snapshot could not be deleted, it is tried again: %s", error)
+        return False
 
 
 def _wait_durable(session: Session, save: PendingSave) -> Failure | None:
