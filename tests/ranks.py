@@ -21,6 +21,8 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)  # children unpickle `tests.<module>.<function>`
 _PRELOAD = ("torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "tests.ranks")
+PRELOAD = (*_PRELOAD, *(("pytest",) if "pytest" in sys.modules else ()))
+"""What the fork server has imported already."""
 _GRACE_S = 5.0
 
 
@@ -46,7 +48,7 @@ def run_ranks(n: int, fn: Callable[..., T], *args: object, timeout_s: float = 60
         RanksFailedError: with the tracebacks of all ranks that failed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
+    context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         rendezvous = f"file://{folder}/rendezvous"
         started = [_start(context, rank, n, rendezvous, timeout_s, fn, args) for rank in range(n)]

@@ -287,7 +287,9 @@ class Restorer:
             if self._options.fallback:
                 verdict = self._next_candidate()
                 if verdict.action == "raise" and verdict.note is not None:
-                    note = msgspec.structs.replace(note, message=verdict.note.message)
+                    # Where the last one's damage is, and what became of all of them.
+                    last = verdict.note
+                    note = msgspec.structs.replace(note, kind=last.kind, message=last.message)
                     verdict = msgspec.structs.replace(verdict, note=note)
             else:
                 verdict = Verdict("raise", note=msgspec.structs.replace(note, kind="corrupt"))

@@ -151,6 +151,9 @@ def _adopt_snapshot(
         names = ops.list_folder(inner)
     except FileNotFoundError:
         return False
+    if not names:
+        _remove_empty(inner, ops)
+        return False
     result.num_ranks_seen[snapshot_id] = sum(1 for name in names if _SHARD.fullmatch(name))
     if mark_name(rank) in names and snapshot_id.nonce in dead:
         result.marked.append(snapshot_id)
@@ -185,6 +188,14 @@ def _is_folder(path: str) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
         return False
+
+
+def _remove_empty(folder: str, ops: FileOps) -> None:
+    """Remove a folder whose last file's rank died before it could. Who needs it makes it anew."""
+    try:
+        ops.remove_folder(folder)
+    except OSError:
+        pass
 
 
 def _adopt_slot(result: Adopted, path: str, ops: FileOps) -> bool:

@@ -160,29 +160,35 @@ class SlotFiles:
         return os.path.join(folder, f"slot-{self.owner}-{self.rank:05d}-{serial:04d}-{token}")
 
     def retire(self, slot: Slot) -> None:
-        """Make a sealed slot unreadable and nameless, before anything is written into it."""
-        erase_header(self._ops, slot)
+        """Make a sealed slot unreadable and nameless, before anything is written into it.
+
+        Its marks go first: one that outlived the file would tell every later start of a loss.
+        """
         old_path, snapshot_id = slot.path, slot.id
+        folder = None
+        if old_path is not None and snapshot_id is not None and self.folder is not None:
+            folder = os.path.join(self.folder, snapshot_id.name)
+            self._drop_marks(folder)
+        erase_header(self._ops, slot)
         slot.state, slot.id = "free", None
         slot.is_failed = slot.is_safe = slot.is_kept = slot.is_leaving = False
-        if old_path is None or snapshot_id is None or self.folder is None:
+        if folder is None or old_path is None or self.folder is None:
             return
         slot.path = self._free_name(self.folder)
         with translated("memory", "retire", old_path):
             self._ops.rename(old_path, slot.path)
-        self._leave_snapshot_folder(os.path.join(self.folder, snapshot_id.name))
+        try:
+            self._ops.remove_folder(folder)
+        except OSError:
+            pass  # other ranks have files in it
 
-    def _leave_snapshot_folder(self, folder: str) -> None:
-        """Remove this rank's marks, and the folder if no other rank has files in it."""
+    def _drop_marks(self, folder: str) -> None:
+        """Remove this rank's marks beside one snapshot."""
         for name in (mark_name(self.rank), *(mark_file(mark, self.rank) for mark in MARKS)):
             try:
                 self._ops.unlink(os.path.join(folder, name))
             except OSError:
                 pass
-        try:
-            self._ops.remove_folder(folder)
-        except OSError:
-            pass
 
     def free(self, slot: Slot) -> None:
         """Give a slot's memory back to the system."""

@@ -38,9 +38,9 @@ class BrokenOps(WatchedOps):
         self.number, self.code, self.in_doubt = number, code, in_doubt
         self.arm()
 
-    def _hit(self, name: str, *subject: object) -> None:
+    def _hit(self, name: str, *subjects: str) -> None:
         before = len(self.names)
-        super()._hit(name, *subject)
+        super()._hit(name, *subjects)
         if name.startswith(("point:", "store")) or not self._armed:
             return  # no system calls
         with self._lock:

@@ -105,8 +105,8 @@ class FateOps(WatchedOps):
         self._chance = random.Random(plan.seed * 7 + rank)
         self.is_breaking = False
 
-    def _hit(self, name: str, *subject: object) -> None:
-        super()._hit(name, *subject)
+    def _hit(self, name: str, *subjects: str) -> None:
+        super()._hit(name, *subjects)
         plan = self._plan
         if plan.victims and self._rank == plan.victims[0] and len(self.names) >= plan.kill_at > 0:
             for victim in sorted(plan.victims, key=lambda v: v == self._rank):

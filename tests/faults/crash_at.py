@@ -1,0 +1,214 @@
+"""End a life at one operation, look at what the next one finds, and what is left when all is cleaned up."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardstore import SnapshotStore, list_snapshots
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.testing import (
+    CountingOps,
+    ThreadRank,
+    kill_at,
+    kill_at_point,
+    run_forked,
+    run_rank_threads,
+)
+from shardstore.testing.forked import Ended
+from shardstore.testing.ops import Before
+from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.fileops import FileOps
+from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, state_of, version_of
+
+AFTER = 99
+"""Version, and step, that the next life saves."""
+
+
+class Crash(NamedTuple):
+    """One life, and what the next one found."""
+
+    was_killed: bool
+    operation: str
+    phase: int
+    restored: int | None
+
+
+class Places(NamedTuple):
+    """Where a job keeps its files: on the tmpfs, and on another file system."""
+
+    folder: str
+    disk_folder: str
+
+
+@contextmanager
+def places() -> Iterator[Places]:
+    """Fresh ones, removed afterwards."""
+    found = Places(
+        tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm"),
+        tempfile.mkdtemp(prefix="shardstore-test-"),
+    )
+    try:
+        yield found
+    finally:
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def crashes_of(name: str, first: int, stride: int) -> list[Crash]:
+    """End the lives of a scenario at operations `first`, `first + stride`, ... as long as there are any."""
+    state_of(1)  # what torch imports for it, children have then
+    found = [crash_at(name, first)]
+    while found[-1].was_killed:
+        first += stride
+        found.append(crash_at(name, first))
+    return found
+
+
+def crash_at(name: str, at: int) -> Crash:
+    """One life that ends at operation `at` of its armed part, and the next one."""
+    scenario = SCENARIOS[name]
+    with places() as where:
+        for act, point in scenario.before:
+            ended = _live(where, scenario, act, Told(), _kill_at_last(point, scenario.num_ranks))
+            assert not ended.error, f"{name}: the life before: {ended.error}"
+        told = Told()
+        ended = _live(where, scenario, scenario.act, told, _telling(told, kill_at(at)))
+        what = f"{name}, ended at {at}, {told.operation}, in phase {told.phase}"
+        assert not ended.error, f"{what}: {ended.error}"
+        after = run_forked(lambda: look(where, scenario))
+        assert not after.error, f"{what}: {after.error}"
+        assert not after.was_killed
+        allowed = scenario.found[told.phase]
+        assert after.value in allowed, f"{what}: restored {after.value}, not one of {allowed}"
+        return Crash(ended.was_killed, told.operation, told.phase, after.value)
+
+
+def _kill_at_last(point: str, num_ranks: int) -> Before:
+    """End the process when the last rank comes to a named point: the others have passed it."""
+    kill = kill_at_point(point)
+    left = itertools.count(num_ranks - 1, -1)
+
+    def act(name: str, number: int) -> None:
+        if name == f"point:{point}" and next(left) == 0:
+            kill(name, number)
+
+    return act
+
+
+def _telling(told: Told, before: Before) -> Before:
+    def act(name: str, number: int) -> None:
+        told.operation = name
+        before(name, number)
+
+    return act
+
+
+def _live(where: Places, scenario: Scenario, act: Act, told: Told, before: Before) -> Ended:
+    def live() -> None:
+        ops = CountingOps(before, count_reads=scenario.count_reads)
+        all_there = threading.Barrier(scenario.num_ranks)
+
+        def one(rank: ThreadRank | None) -> None:
+            act(Life(*where, ops, told, scenario.options, rank, all_there))
+
+        on_ranks(scenario.num_ranks, one)
+
+    return run_forked(live)
+
+
+def on_ranks(num_ranks: int, function: Callable[[ThreadRank | None], Any]) -> list[Any]:
+    """Call it for each rank, on threads if there are several."""
+    return [function(None)] if num_ranks == 1 else run_rank_threads(num_ranks, function)
+
+
+def look(where: Places, scenario: Scenario) -> int | None:
+    """The next life: which version it restores. It lists, restores, saves and leaves nothing behind."""
+    has_root = scenario.options.get("root", True)
+    root = f"{where.folder}/root"
+    committed = list_snapshots(root) if has_root else []
+
+    all_there = threading.Barrier(scenario.num_ranks)
+
+    def one(rank: ThreadRank | None) -> int | None:
+        life = Life(*where, CountingOps(), Told(), scenario.options, rank, all_there)
+        store = life.open()
+        live = state_of(AFTER + 1, life.number)
+        report = store.restore(live, required=False)
+        restored = version_of(live, life.number) if report else None
+        if report is None:
+            assert version_of(live, life.number) == AFTER + 1, "live state was touched"
+            assert not committed, f"{committed} are listed, but nothing is found"
+        _compare_listing(life, store, None if report is None else report.id)
+        for version in scenario.always:
+            live = state_of(AFTER + 1, life.number)
+            store.restore(live, step=version)
+            assert version_of(live, life.number) == version
+        life.commit(store, AFTER)
+        live = state_of(AFTER + 1, life.number)
+        assert store.restore(live).step == AFTER
+        assert version_of(live, life.number) == AFTER
+        store.close()
+        return restored
+
+    found = on_ranks(scenario.num_ranks, one)
+    assert len(set(found)) == 1, f"ranks restored different versions: {found}"
+    _check_nothing_is_left(where, scenario.options)
+    result: int | None = found[0]
+    return result
+
+
+def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> None:
+    """What is listed can be restored by its step, and nothing listed is newer than what was restored."""
+    listed = store.snapshots()
+    by_step = {info.step: info for info in listed}
+    for step, info in by_step.items():
+        live = state_of(AFTER + 1, life.number)
+        report = store.restore(live, step=step)
+        assert report.id == info.id
+        assert isinstance(info.metadata, Mapping)
+        assert version_of(live, life.number) == info.metadata["version"]
+    if newest in [info.id for info in listed]:
+        assert listed[-1].id == newest
+    else:
+        # Whole, though nobody came to commit it: the next save of a new run does.
+        assert all(info.id[-29:] < (newest or "")[-29:] for info in listed)
+
+
+def _check_nothing_is_left(where: Places, options: Mapping[str, Any]) -> None:
+    """After `close` memory is empty, and after gc the root holds whole committed snapshots alone."""
+    memory = list(Path(where.folder, "memory").rglob("*"))
+    assert not memory, f"close left {memory}"
+    on_disk = {p.name for p in Path(where.disk_folder).rglob("*") if p.is_file()}
+    assert all(name.endswith((".safetensors", ".complete")) for name in on_disk), on_disk
+    if not options.get("root", True):
+        return
+    root = Path(where.folder, "root")
+    catalog = Catalog(DiskTier(str(root), name="root", ops=FileOps()))
+    for orphan in find_orphans(
+        catalog, memory_dirs=[f"{where.folder}/memory"], including_unknown=True
+    ):
+        nameless = orphan.kind == "temp" and orphan.name.startswith(".run-")  # whose, nothing says
+        assert orphan.liveness == "dead" or nameless, orphan
+        problem = remove_orphan(catalog, orphan, writer={})
+        assert not problem, f"{orphan}: {problem}"
+    whole = set()
+    for register in catalog.committed():
+        ranks = range(register.world_size)
+        whole |= {f"{register.id.name}/{name}" for name in ("manifest.json",)}
+        whole |= {f"{register.id.name}/rank-{rank:05d}.safetensors" for rank in ranks}
+        whole |= {f"{register.id.name}/pinned"} if catalog.is_pinned(register.id) else set()
+    left = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    strange = {name for name in left - whole if not name.startswith("run-")}
+    assert whole <= left
+    assert not strange, f"gc left {strange}"
+    if options.get("keep") == 1:
+        unpinned = [r.id for r in catalog.committed() if not catalog.is_pinned(r.id)]
+        assert [i.step for i in unpinned] == [AFTER], unpinned
