@@ -16,7 +16,7 @@ import torch
 
 from shardstore import SnapshotStore, list_snapshots
 from tests.faults.power.images import copy_image, make_image, mounted
-from tests.faults.power.writer import NUM_ROWS, state
+from tests.faults.power.writer import NUM_ROWS, PINNED, state
 
 
 def take_images(kind: str, folder: Path, every: int, sync: str) -> list[dict[str, Any]]:
@@ -69,7 +69,11 @@ def look(kind: str, cut: dict[str, Any], where: Path) -> list[str]:
     wrong: list[str] = []
     with mounted(kind, Path(cut["image"]), where):
         root = where / "root"
-        listed = {info.id: info.step for info in list_snapshots(root)}
+        found = list_snapshots(root)
+        listed = {info.id: info.step for info in found}
+        pinned = [info.step for info in found if info.pinned]
+        if cut["pinning"] != "under way" and pinned != [PINNED] * (cut["pinning"] == "done"):
+            wrong.append(f"pinned are {pinned}")
         must = [name for name in cut["committed"] if name not in cut["leaving"]]
         wrong += [f"{name} was committed and is gone" for name in must if name not in listed]
         known = {*cut["committed"], *cut["leaving"]}
@@ -87,7 +91,7 @@ def look(kind: str, cut: dict[str, Any], where: Path) -> list[str]:
             if not _restores(store, 100):
                 wrong.append("the next save has other values")
         left = [info.step for info in list_snapshots(root)]
-        if left != [100]:
+        if left != [*pinned, 100]:
             wrong.append(f"after the next save with keep=1 {left} are left")
         orphans = [path.name for path in root.glob("**/*.tmp")]
         if any(not name.startswith(("rank-", ".manifest.json.", ".run-")) for name in orphans):

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -17,6 +17,8 @@ from shardstore.tiers.fileops import FileOps, use_ops
 NUM_ROWS: Final = 60_000
 STEPS: Final = ((None, (1, 2)), (1, (3, 4, 5)))
 """What `keep` is, and the steps that are saved under it."""
+PINNED: Final = 1
+"""Before `keep` deletes."""
 
 
 def state(step: int) -> dict[str, Any]:
@@ -42,10 +44,17 @@ class TellingOps(FileOps):
         """Ids whose manifest has been created, durably."""
         self.leaving: list[str] = []
         """Ids that somebody has begun to take off the list."""
+        self.pinning: Literal["before", "under way", "done"] = "before"
+        """Of the first step."""
 
     def tell(self, name: str) -> None:
         with self._lock:
-            line = {"at": name, "committed": self.committed, "leaving": self.leaving}
+            line = {
+                "at": name,
+                "committed": self.committed,
+                "leaving": self.leaving,
+                "pinning": self.pinning,
+            }
             os.write(self._told, json.dumps(line).encode() + b"\n")
             assert os.read(self._heard, 1)
 
@@ -119,6 +128,11 @@ def main() -> None:
                     assert info.id in ops.committed
                     ops.tell(f"committed {step}")
                 store.drain()
+                if keep is None:
+                    ops.pinning = "under way"
+                    store.pin(PINNED)
+                    ops.pinning = "done"
+                    ops.tell("pinned")
     ops.tell("the end")
 
 
