@@ -79,3 +79,45 @@ def test_it_is_refused_and_the_older_snapshot_is_found(
     assert time.monotonic() - started < _PATIENCE_S
     assert not (folder / MARKER).exists()
     assert not os.path.exists("/tmp/" + MARKER)
+
+
+NEAR = [kind for kind in HOSTILE if kind.startswith("shard: ") and "link" not in kind]
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_in_a_near_tier_it_gives_way_to_the_root(folder: str, disk_folder: Path, tier: str) -> None:
+    """Every kind of hostile shard, as a dead run's file in memory or on the disk."""
+    here = Path(folder)
+    near: dict[str, Any] = {"memory": "1MiB", "memory_dir": here / "memory", "name": "job"}
+    (here / "memory").mkdir()
+    if tier == "disk":
+        near["disk"] = disk_folder
+    with SnapshotStore(here / "root", timeout_s=_PATIENCE_S, **near) as store:
+        live = state()
+        store.save(live, step=1).wait(_PATIENCE_S)
+        store.drain()
+        store.close(keep_memory=True)
+    place = here / "memory" if tier == "memory" else disk_folder
+    (name,) = [path.parent.relative_to(place) for path in place.rglob("rank-00000.safetensors")]
+    original = (place / name / "rank-00000.safetensors").read_bytes()
+    if tier == "disk":
+        shutil.rmtree(here / "memory")
+        (here / "memory").mkdir()
+    for kind in NEAR:
+        shard = place / name / "rank-00000.safetensors"
+        if shard.is_dir():
+            shard.rmdir()
+        shard.unlink(missing_ok=True)
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        shard.write_bytes(original)
+        HOSTILE[kind](shard.parent)
+        before = _reset_peak()
+        store = SnapshotStore(here / "root", timeout_s=_PATIENCE_S, **near)
+        live = state()
+        soil(live)
+        report = store.restore(live)
+        assert (report.step, report.tier) == (1, "root (1 rank)"), kind
+        assert bits(live) == bits(state()), kind
+        store.take_leave("the next kind")
+        assert _status("VmHWM") - before < _GROWTH_OF_100_MB, kind
+    assert not (here / MARKER).exists()
