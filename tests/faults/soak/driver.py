@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardstore import list_snapshots
-from tests.faults.soak.life import Plan, live, reference
+from tests.faults.soak.life import TIMEOUT_S, Plan, live, reference
 from tests.ranks import RanksFailedError, run_ranks
 
 WORLD_SIZE = 2
@@ -80,7 +80,10 @@ def _plan(chance: random.Random) -> Plan:
 
 def _one_life(folder: Path, plan: Plan, tally: Tally) -> None:
     try:
-        run_ranks(WORLD_SIZE, live, str(folder), tally.lives, plan, timeout_s=60.0)
+        run_ranks(
+            WORLD_SIZE, live, str(folder), tally.lives, plan,
+            timeout_s=90.0, grace_s=4 * TIMEOUT_S,
+        )  # fmt: skip
     except RanksFailedError as error:
         text = str(error)
         if plan.victims and "exit code -9" in text:

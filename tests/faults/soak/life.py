@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import xxhash
@@ -31,6 +31,10 @@ from shardstore.tiers.fileops import use_ops
 from tests.faults.breaking_ops import WatchedOps
 from tests.faults.scenario import share_pids
 from tests.roundtrip import raw
+
+
+TIMEOUT_S: Final = 8.0
+"""How long a rank waits for one that is dead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +143,7 @@ def live(rank: int, folder: str, life: int, plan: Plan) -> dict[str, Any]:
         where["disk"] = (Path(folder) / "disk").resolve()
     with use_ops(ops):
         store = SnapshotStore(
-            Path(folder) / "root", keep=2, on_error=plan.on_error, timeout_s=20.0, **where
+            Path(folder) / "root", keep=2, on_error=plan.on_error, timeout_s=TIMEOUT_S, **where
         )
     measured: list[dict[str, int]] = []
     with store, _ending_errors(folder, rank, life):
