@@ -32,7 +32,6 @@ from tests.faults.breaking_ops import WatchedOps
 from tests.faults.scenario import share_pids
 from tests.roundtrip import raw
 
-
 TIMEOUT_S: Final = 8.0
 """How long a rank waits for one that is dead."""
 
