@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardstore import list_snapshots
+from shardstore import SnapshotInfo, list_snapshots
 from tests.faults.soak.life import TIMEOUT_S, Plan, live, reference
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -31,6 +31,8 @@ class Tally:
     damaged: int = 0
     steps: int = 0
     saves: int = 0
+    broken_ids: set[str] = dataclasses.field(default_factory=set)
+    """Snapshots on the root that were damaged: listed until somebody has read them."""
 
 
 def soak(folder: Path, disk: Path, *, seed: int, duration_s: float) -> Tally:
@@ -103,9 +105,9 @@ def _lines(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _committed(folder: Path) -> list[int]:
-    """Steps on the root that every rank's restart may count on, oldest first."""
-    return [info.step for info in list_snapshots(folder / "root")]
+def _committed(folder: Path, tally: Tally) -> list[SnapshotInfo]:
+    """Snapshots on the root that every rank's restart may count on, oldest first."""
+    return [info for info in list_snapshots(folder / "root") if info.id not in tally.broken_ids]
 
 
 def _check_restored(folder: Path, life: int, least: int) -> None:
@@ -121,8 +123,8 @@ def _check_restored(folder: Path, life: int, least: int) -> None:
 
 def _damage(folder: Path, chance: random.Random, tally: Tally) -> int:
     """Damage what a restart must do without; returns the step that it must at least find."""
-    committed = _committed(folder)
-    least = committed[-1] if committed else 0
+    committed = _committed(folder, tally)
+    least = committed[-1].step if committed else 0
     kind = chance.choice(["none", "none", "memory", "memory", "no memory", "disk", "newest"])
     if kind == "no memory":
         shutil.rmtree(folder / "memory")
@@ -132,14 +134,15 @@ def _damage(folder: Path, chance: random.Random, tally: Tally) -> int:
             if chance.random() < 0.5:
                 _break(path, chance)
     elif kind == "newest" and len(committed) > 1:
-        newest = max((folder / "root").glob(f"step-{least:012d}.*/manifest.json"), default=None)
-        assert newest is not None
-        _break(newest.parent / f"rank-{chance.randrange(WORLD_SIZE):05d}.safetensors", chance)
+        newest = committed[-1].id
+        tally.broken_ids.add(newest)
+        name = f"rank-{chance.randrange(WORLD_SIZE):05d}.safetensors"
+        _break(folder / "root" / newest / name, chance)
         shutil.rmtree(folder / "memory")
         (folder / "memory").mkdir()
         for path in (folder / "disk").resolve().iterdir():
             shutil.rmtree(path)
-        least = committed[-2]
+        least = committed[-2].step
     tally.damaged += kind != "none"
     return least
 
@@ -177,7 +180,7 @@ def _last_life(folder: Path, tally: Tally, least: int) -> None:
             assert later["descriptors"] <= first["descriptors"] + 4, found
             assert later["threads"] <= first["threads"] + 2, found
             assert later["anonymous"] <= first["anonymous"] + (32 << 20), found
-    committed = _committed(folder)
+    committed = _committed(folder, tally)
     assert len(committed) == 2, f"keep=2 left {committed}"
     memory = [path for path in (folder / "memory").rglob("*") if path.is_file()]
     assert len(memory) <= 16, f"memory has {len(memory)} files: {memory}"
