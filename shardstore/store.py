@@ -230,9 +230,12 @@ class SnapshotStore:
         return Snapshot(save)
 
     def warmup(self, state: Mapping[str, object]) -> None:
-        """Get memory for the first saves now, and wait for it: first touch is the slow part. All ranks."""
+        """Get memory for the first saves now, and wait for it: first touch is the slow part. All ranks.
+
+        Warns, as the first save does, if the root has no room for what `keep` is to keep.
+        """
         self._check_open("warmup")
-        self._stager.warm_up(state)
+        self._pipeline.foresee(self._stager.warm_up(state))
 
     # ----------------------------------------------------------------- restore
 

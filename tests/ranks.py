@@ -37,11 +37,17 @@ class RanksFailedError(RuntimeError):
         return type(self), (str(self), self.failed_ranks)
 
 
-def run_ranks(n: int, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
+def run_ranks(
+    n: int,
+    fn: Callable[..., T],
+    *args: object,
+    timeout_s: float = 60.0,
+    grace_s: float = _GRACE_S,
+) -> list[T]:
     """Call `fn(rank, *args)` in `n` processes with an initialised gloo group; results by rank.
 
     `fn` is a module-level function; its arguments and results must pickle. Processes come from a
-    fork server that has imported torch already. Whoever is left at the deadline, or a few seconds
+    fork server that has imported torch already. Whoever is left at the deadline, or `grace_s` seconds
     after another rank failed, is killed.
 
     Raises:
@@ -53,7 +59,7 @@ def run_ranks(n: int, fn: Callable[..., T], *args: object, timeout_s: float = 60
         rendezvous = f"file://{folder}/rendezvous"
         started = [_start(context, rank, n, rendezvous, timeout_s, fn, args) for rank in range(n)]
         try:
-            outcomes = _gather(started, time.monotonic() + timeout_s)
+            outcomes = _gather(started, time.monotonic() + timeout_s, grace_s)
         finally:
             for process, connection in started:
                 if process.is_alive():
@@ -88,7 +94,7 @@ def _start(
 
 
 def _gather(
-    started: list[tuple[ForkServerProcess, Connection]], deadline: float
+    started: list[tuple[ForkServerProcess, Connection]], deadline: float, grace_s: float
 ) -> dict[int, tuple[bool, Any]]:
     """Collect what ranks report, then give them a moment to exit by themselves."""
     outcomes: dict[int, tuple[bool, Any]] = {}
@@ -106,7 +112,7 @@ def _gather(
                 started[rank][0].join(_GRACE_S)
                 outcomes[rank] = (False, f"died with exit code {started[rank][0].exitcode}")
             if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     for rank in waiting.values():
         outcomes[rank] = (False, "did not finish before the deadline and was killed")
     if not waiting:

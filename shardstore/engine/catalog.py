@@ -28,10 +28,16 @@ from shardstore.format.manifest import (
     shard_file_name,
 )
 from shardstore.format.records import FORMAT_VERSION, Manifest, ShardHeader, SnapshotId
-from shardstore.format.shardfile import ShardLayout, header_length, parse_header
+from shardstore.format.shardfile import (
+    ShardLayout,
+    check_opening,
+    header_length,
+    parse_header,
+)
 from shardstore.tiers.base import RootTier, ShardReader
 
 _LOG: Final = logging.getLogger("shardstore")
+_PEEK_NBYTES: Final = 1 << 16
 
 State = Literal["committed", "aborted", "torn", "damaged"]
 
@@ -72,8 +78,11 @@ class Catalog:
         return sorted(self.tier.list_ids(), key=lambda i: i.order)
 
     def entry(self, snapshot_id: SnapshotId) -> RootEntry:
-        """Read one register whole."""
-        data = self.tier.read_manifest(snapshot_id)
+        """Read one register whole. One that cannot be read is damaged: the others are what they are."""
+        try:
+            data = self.tier.read_manifest(snapshot_id)
+        except TierError as error:
+            return RootEntry(snapshot_id, "damaged", problem=str(error))
         if data is None:
             return RootEntry(snapshot_id, "torn")
         return self._judge(snapshot_id, data)
@@ -89,9 +98,24 @@ class Catalog:
         return RootEntry(snapshot_id, "committed", manifest)
 
     def state(self, snapshot_id: SnapshotId) -> State:
-        """State of one register, whatever the size of its tables."""
+        """State of one register, whatever the size of its tables; damaged if it cannot be read."""
+        register = self._register_or_damaged(snapshot_id)
+        return register if isinstance(register, str) else register.state
+
+    def settled_state(self, snapshot_id: SnapshotId) -> State:
+        """State of one register, where nothing may be taken for another answer.
+
+        Raises:
+            TierError: It cannot be read.
+        """
         register = self._register(snapshot_id)
         return register if isinstance(register, str) else register.state
+
+    def _register_or_damaged(self, snapshot_id: SnapshotId) -> Register | State:
+        try:
+            return self._register(snapshot_id)
+        except TierError:
+            return "damaged"
 
     def _register(self, snapshot_id: SnapshotId) -> Register | State:
         data = self.tier.read_manifest(snapshot_id)
@@ -104,9 +128,16 @@ class Catalog:
 
         Passed over are those with a damaged manifest or without a file for every rank.
         """
-        found = (self._register(snapshot_id) for snapshot_id in self.ids())
+        found = (self._register_or_damaged(snapshot_id) for snapshot_id in self.ids())
         registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
-        return [r for r in registers if {*range(r.world_size)} <= {*self.tier.list_ranks(r.id)}]
+        return [r for r in registers if {*range(r.world_size)} <= {*self._ranks(r.id)}]
+
+    def _ranks(self, snapshot_id: SnapshotId) -> list[int]:
+        """Ranks whose shard is there; none if the folder cannot be listed."""
+        try:
+            return self.tier.list_ranks(snapshot_id)
+        except TierError:
+            return []
 
     def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
         """Read and check the header of one shard file.
@@ -359,11 +390,20 @@ def read_sealed_header(reader: ShardReader) -> SealedShard:
     Raises:
         TierError, FormatError, CorruptSnapshotError: It cannot be read, or is damaged.
     """
-    first = reader.read(0, 8)
-    length = header_length(first, reader.nbytes, source=reader.source)
-    prefix = reader.read(0, 8 + length)
-    parsed = parse_header(prefix, reader.nbytes, source=reader.source)
+    parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
     return SealedShard(parsed.header, reader.nbytes, parsed.digest, parsed.layout)
+
+
+def read_prefix(reader: ShardReader) -> memoryview | bytes:
+    """Read the length and the JSON of an open shard file; nothing large that begins as something else.
+
+    Raises:
+        TierError, FormatError, CorruptSnapshotError: It cannot be read, or is no header of ours.
+    """
+    length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
+    if length > _PEEK_NBYTES:
+        check_opening(reader.read(0, _PEEK_NBYTES), source=reader.source)
+    return reader.read(0, 8 + length)
 
 
 def check_identity(header: ShardHeader, snapshot_id: SnapshotId, rank: int, *, source: str) -> None:

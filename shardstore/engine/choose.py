@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from shardstore.engine.catalog import Catalog, RootEntry, newest_first
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
 from shardstore.format.records import SnapshotId
+
+_LOG: Final = logging.getLogger("shardstore")
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -88,7 +91,7 @@ class Chooser:
         self.skipped.append(Skip(candidate.id.name, candidate.id.step, reason))
 
     def _iterate(self) -> Iterator[Candidate]:
-        root_ids = set(self._catalog.ids()) if self._catalog else set()
+        root_ids = self._ids_on_root()
         memory_ids = {h.id for inventory in self._inventories for h in inventory.holdings}
         marked = {i for inventory in self._inventories for i in inventory.marked}
         for snapshot_id in newest_first(root_ids | memory_ids | marked):
@@ -100,6 +103,17 @@ class Chooser:
             candidate = self._judge(entry)
             if candidate is not None:
                 yield candidate
+
+    def _ids_on_root(self) -> set[SnapshotId]:
+        """What the root has. One that cannot be listed is no empty one, but hides nothing that is near."""
+        if self._catalog is None:
+            return set()
+        try:
+            return set(self._catalog.ids())
+        except TierError as error:
+            _LOG.warning("%s: only what all ranks have near them can be restored", error)
+            self._existed.append(str(error))
+            return set()
 
     def _judge(self, entry: RootEntry) -> Candidate | None:
         snapshot_id = entry.id
@@ -121,7 +135,11 @@ class Chooser:
             for holding in inventory.holdings
             if holding.id == snapshot_id
         }
-        ranks_on_root = self._ranks_on_root(snapshot_id)
+        try:
+            ranks_on_root = self._ranks_on_root(snapshot_id)
+        except TierError as error:
+            self.skipped.append(Skip(snapshot_id.name, snapshot_id.step, str(error)))
+            ranks_on_root = set()
         world_size = self._world_size(
             snapshot_id, [h.world_size for h in held.values()], ranks_on_root
         )

@@ -87,8 +87,26 @@ def _commit(session: Session, save: PendingSave) -> Outcome:
     if outcome.failure is not None and not _close_register(session, save, outcome.failure):
         outcome = _committed(save)
     if outcome.failure is None:
+        _warn_if_replaced(session, save)
         outcome = msgspec.structs.replace(outcome, released=_release_old(session, save))
     return _decide(session, save, outcome)
+
+
+def _warn_if_replaced(session: Session, save: PendingSave) -> None:
+    """Say once that this is another folder than the one that the run began with."""
+    if session.catalog is None or save.id is None:
+        return
+    try:
+        is_same = session.catalog.sees_run(save.id.run, session.nonce)
+    except ShardStoreError:
+        return  # nothing is known
+    if not is_same:
+        session.warn_once(
+            "replaced",
+            "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
+            "Saves go to what is there now; snapshots from before are not in it",
+            session.catalog.tier.location,
+        )
 
 
 def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
@@ -170,7 +188,7 @@ def _close_register(session: Session, save: PendingSave, failure: Failure) -> bo
     except (ShardStoreError, OSError) as error:
         # In doubt: the register itself is the answer. If it cannot be read either, this raises, the
         # outcome is unknown here, and nobody removes a byte.
-        state = session.catalog.state(save.id)
+        state = session.catalog.settled_state(save.id)
         if state == "committed":
             return False
         if state == "torn" and session.rank != 0:

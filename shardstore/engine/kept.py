@@ -238,7 +238,7 @@ class KeptSnapshots:
         try:
             if session.catalog is None:
                 if session.on_disk is not None:
-                    session.on_disk.remove(snapshot_id)
+                    session.on_disk.remove(snapshot_id, for_good=False)
             elif session.catalog.state(snapshot_id) not in ("committed", "damaged"):
                 session.catalog.tier.remove_shard(snapshot_id, session.rank)
         except (ShardStoreError, OSError) as error:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from shardstore.engine.catalog import Catalog
+from shardstore.engine.catalog import Catalog, read_prefix
 from shardstore.errors import ShardStoreError
 from shardstore.format.gist import Gist, read_gist
 from shardstore.format.records import SnapshotId
-from shardstore.format.shardfile import header_length
 from shardstore.tiers.base import ShardReader
 from shardstore.tiers.localdisk import LocalDisk
 
@@ -22,6 +21,8 @@ class OnDisk:
         self._local_ranks = local_ranks
         self._lock = threading.Lock()
         self._gists: dict[SnapshotId, Gist | None] = {}
+        self._stubborn: set[SnapshotId] = set()
+        """Of these a file or the folder was still there after it was removed."""
 
     def gists(self, step: int | None = None) -> dict[SnapshotId, Gist]:
         """Readable snapshots here (at one step), oldest first."""
@@ -58,11 +59,23 @@ class OnDisk:
         gist = self._gist(snapshot_id) if self.disk.has(snapshot_id) else None
         return gist is not None and not gist.persist
 
-    def remove(self, snapshot_id: SnapshotId) -> None:
-        """Drop this rank's file."""
-        self.disk.remove(snapshot_id)
+    def remove(self, snapshot_id: SnapshotId, *, for_good: bool = True) -> None:
+        """Drop this rank's file, and what could not be dropped the last time.
+
+        Args:
+            snapshot_id: Whose file.
+            for_good: It will not be written again: a removal that fails is tried again.
+        """
         with self._lock:
             self._gists.pop(snapshot_id, None)
+            to_remove = {snapshot_id, *self._stubborn}
+        for leaving in to_remove:
+            self.disk.remove(leaving)
+        with self._lock:
+            self._stubborn -= to_remove
+            if not for_good:
+                to_remove.discard(snapshot_id)
+            self._stubborn |= {i for i in to_remove if self.disk.has_folder(i)}
 
     def make_room(self, catalog: Catalog) -> bool:
         """Give up one file that nobody needs here: aborted, or committed on the root, oldest first.
@@ -110,7 +123,9 @@ class OnDisk:
             on_root = catalog.state(snapshot_id) if catalog is not None else "torn"
             gist = self._gist(snapshot_id)
             other_job = gist is not None and gist.world_size != world_size
-            in_use = snapshot_id in whole or on_root == "committed" or other_job
+            # What the root says of a damaged one may be readable again tomorrow.
+            is_listed = on_root in ("committed", "damaged")
+            in_use = snapshot_id in whole or is_listed or other_job
             newer = newest is None or snapshot_id.order >= newest.order
             is_useless = gist is None and on_root != "committed"
             if on_root == "aborted" or is_useless or not (in_use or newer):
@@ -124,5 +139,4 @@ def _is_spare(catalog: Catalog, snapshot_id: SnapshotId, rank: int) -> bool:
 
 
 def _gist_of(reader: ShardReader) -> Gist | None:
-    length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
-    return read_gist(bytes(reader.read(0, 8 + length)), file_nbytes=reader.nbytes)
+    return read_gist(read_prefix(reader), file_nbytes=reader.nbytes)

@@ -138,7 +138,7 @@ class _Search:
         states = {}
         for snapshot_id in self._catalog.ids():
             try:
-                states[snapshot_id] = self._catalog.state(snapshot_id)
+                states[snapshot_id] = self._catalog.settled_state(snapshot_id)
             except ShardStoreError as error:
                 found.append(
                     Orphan("unreadable", snapshot_id.name, "", snapshot_id, 0, "unknown", False, str(error))

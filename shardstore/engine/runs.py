@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Final
@@ -13,7 +14,7 @@ from shardstore.engine.marking import keep_pins
 from shardstore.engine.otherjobs import find_other_jobs
 from shardstore.engine.session import Session
 from shardstore.engine.transitions import tell
-from shardstore.errors import TierError
+from shardstore.errors import TierError, without_frames
 from shardstore.format.records import SnapshotId
 
 _VISIBLE_WAIT_S: Final = 30.0
@@ -36,16 +37,26 @@ class RunNumber:
         self._session = session
         self._run: int | None = None
         self._problem: TierError | None = None
+        self._failed: tuple[int, Exception] | None = None
+        """The last save for which there was no agreement, and why."""
 
     def ensure(self, count: int) -> int:
         """Take part in the agreement that save `count` needs. Every rank calls it for every save.
+
+        Again for the same save is the same answer.
 
         Raises:
             TierError: This host does not see the root that rank 0 writes to.
             CoordinationError: The ranks could not agree.
         """
         if self._run is None:
-            self._agree(count)
+            if self._failed is not None and self._failed[0] == count:
+                raise self._failed[1]  # the others have only one agreement for each save
+            try:
+                self._agree(count)
+            except Exception as error:
+                self._failed = count, without_frames(copy.copy(error))
+                raise
             self._check_shared()
         assert self._run is not None
         if self._problem is not None:

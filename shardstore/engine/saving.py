@@ -17,6 +17,7 @@ import msgspec
 from shardstore.engine.commit import fail_key
 from shardstore.engine.entries import post_entry
 from shardstore.engine.failures import Failures
+from shardstore.engine.foresight import Foresight
 from shardstore.engine.freeing import free_memory_once_on_disks
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.outcomes import Outcomes, resolve
@@ -46,6 +47,7 @@ class SavePipeline:
         self._outcomes = Outcomes(session, failures, kept, ops)
         self._ops = ops
         self._run = RunNumber(session)
+        self._foresight = Foresight(session, ops)
         self._pending: list[PendingSave] = []
         self._urgent: list[threading.Thread] = []
         """What a flush has begun to write; one flush at a time."""
@@ -94,6 +96,10 @@ class SavePipeline:
             raise ShardStoreError("the store was closed meanwhile")
         return SnapshotId(save.step, save.number.result(), save.count, self._session.nonce)
 
+    def foresee(self, nbytes: int) -> None:
+        """Warn if the disk will not hold what is to be kept, for shards of `nbytes`; once."""
+        self._foresight.look(nbytes)
+
     # -------------------------------------------------------------------- copy
 
     def _copy(self, save: PendingSave) -> None:
@@ -123,7 +129,9 @@ class SavePipeline:
     def _seal(self, save: PendingSave) -> None:
         if save.number is not None and not save.number.done():
             try:
-                save.number.set_result(self._run.ensure(save.count))
+                run = self._run.ensure(save.count)
+                self._foresight.look(save.nbytes)
+                save.number.set_result(run)
             except Exception as error:  # noqa: BLE001 - who asked for it raises it
                 save.number.set_exception(error)
             return
@@ -134,6 +142,8 @@ class SavePipeline:
                 self._propose_failure(save, failure)
                 return
             save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
+            if save.persist:
+                self._foresight.look(save.nbytes)
             is_spilling = self._spiller.submit(save)  # writes while the digests are taken
             self._build(save)
             save.is_sealed = True

@@ -193,8 +193,8 @@ class Stager:
         """Give buffers back; nothing is staged any more."""
         self._streamer.close()
 
-    def warm_up(self, state: Mapping[str, object]) -> None:
-        """Get memory for saves of `state` now, and wait for it."""
+    def warm_up(self, state: Mapping[str, object]) -> int:
+        """Get memory for saves of `state` now, and wait for it; returns how many bytes one takes."""
         session = self._session
         flat = flatten_state(state, rank=session.rank, memory=self._memory)
         _, layout = self._planner.plan(flat, count=1, persist=True, created=time.time())
@@ -206,3 +206,4 @@ class Stager:
                 if slot is not None:
                     self._views(slot, layout, flat)  # page-locks it, which is slow as well
                     session.memory.abandon_slot(slot)
+        return layout.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shardstore.format.canonical import OuterHeader
+from shardstore.format.digests import Buffer
 from shardstore.format.header import is_header_whole
 from shardstore.format.records import FORMAT_VERSION, SnapshotId
 
@@ -31,7 +32,7 @@ class Gist(msgspec.Struct, frozen=True):
         return SnapshotId(self.step, self.run, self.count, self.nonce)
 
 
-def read_gist(prefix: bytes, *, file_nbytes: int) -> Gist | None:
+def read_gist(prefix: Buffer, *, file_nbytes: int) -> Gist | None:
     """Read the gist of a file of `file_nbytes` from its first bytes, up to the end of the header's JSON.
 
     Returns:
@@ -40,7 +41,7 @@ def read_gist(prefix: bytes, *, file_nbytes: int) -> Gist | None:
     if not is_header_whole(prefix):
         return None
     try:
-        outer = msgspec.json.decode(prefix[8:], type=OuterHeader)
+        outer = msgspec.json.decode(memoryview(prefix)[8:], type=OuterHeader)
         gist = msgspec.json.decode(outer.metadata.shardstore, type=Gist)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -78,6 +78,16 @@ def header_digest(data: Buffer) -> str:
     return digest
 
 
+def check_opening(data: Buffer, *, source: str) -> None:
+    """Refuse a file that does not begin as a shard file does.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if bytes(memoryview(data)[8:DIGEST_AT]) != OPENING:
+        raise FormatError(f"{source}: the header does not begin as a shardstore file does")
+
+
 def is_header_whole(data: Buffer) -> bool:
     """Tell whether the first bytes of a shard file are what was written; nothing is parsed."""
     try:

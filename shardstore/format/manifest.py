@@ -38,6 +38,8 @@ from shardstore.format.tables import check_tables, find_disagreements
 
 __all__ = [
     "MANIFEST_NAME",
+    "MANIFEST_OPENING",
+    "MAX_MANIFEST_NBYTES",
     "Register",
     "build_manifest",
     "check_tables",
@@ -49,7 +51,12 @@ __all__ = [
 
 MANIFEST_NAME: Final = "manifest.json"
 
+MAX_MANIFEST_NBYTES: Final = 128 << 20
+"""Larger ones are neither written nor read. Half a million distinct rows fit."""
+
 _BROKEN: Final = "the manifest breaks the format"
+_WORTH_EXPLAINING_NBYTES: Final = 16 << 20
+"""To list all that is wrong with a damaged text takes many times its memory."""
 
 
 def shard_file_name(rank: int) -> str:
@@ -61,7 +68,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of `manifest.json`, own digest included.
 
     Raises:
-        FormatError: The metadata is no JSON.
+        FormatError: The metadata is no JSON, or there is more of it all than `MAX_MANIFEST_NBYTES`.
     """
     problems = find_unencodable(manifest.metadata)
     if problems:
@@ -70,6 +77,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         record = msgspec.json.encode(manifest)
     except (UnicodeEncodeError, TypeError) as error:
         raise FormatError(f"cannot encode the manifest of {manifest.id}: {error}") from error
+    if len(record) > MAX_MANIFEST_NBYTES - 1024:
+        raise FormatError(
+            f"the manifest of {manifest.id} takes {len(record):,} bytes, at most {MAX_MANIFEST_NBYTES:,} "
+            "are possible: make the tensor tables of the ranks equal, or the metadata smaller"
+        )
     data = bytearray(MANIFEST_OPENING + BLANK + b'",' + record[1:] + b"\n")
     at = len(MANIFEST_OPENING)
     data[at : at + len(BLANK)] = digest_around(data, at).encode()
@@ -99,6 +111,8 @@ def decode_manifest(data: bytes, *, source: str, expect: SnapshotId | None) -> M
         if stored != digest.encode():
             shown = quote(stored.decode("ascii", "replace"))
             findings.damage.append(f"manifest digest is {digest}, stored is {shown}")
+            if len(data) > _WORTH_EXPLAINING_NBYTES:
+                findings.raise_any(_BROKEN)
     manifest = None if findings.damage else read_canonical_manifest(data)
     if manifest is not None:
         fields = fields_of(manifest)

@@ -28,13 +28,15 @@ from shardstore.format.records import (
     TensorPiece,
     TensorRow,
 )
-from shardstore.format.stock import StockTensor, header_text, read_entries, read_metadata
+from shardstore.format.stock import StockTensor, header_view, read_entries, read_metadata
 from shardstore.format.strict_json import quote
 
 _METADATA_KEYS: Final = frozenset(
     ("shardstore_digest", "format", "DCP_VERSION", "DCP_SHARDING_INFO", "shardstore")
 )
 _BROKEN: Final = "the shard header breaks the format"
+_WORTH_EXPLAINING_NBYTES: Final = 16 << 20
+"""To list all that is wrong with a damaged text takes many times its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,20 @@ def parse_header(prefix: Buffer, file_nbytes: int, *, source: str) -> ParsedShar
         FormatVersionError: Written by a newer shardstore.
         FormatError: Not sealed, not ours, or broken; all problems listed.
     """
-    text = header_text(prefix, file_nbytes, source)
-    data_start = 8 + len(text)
+    view = header_view(prefix, file_nbytes, source)
+    data_start = 8 + len(view)
     findings = Findings(source)
     digest = ""
-    if text.startswith(OPENING):
-        embedded = text[DIGEST_AT - 8 : DIGEST_AT + 24]
+    if bytes(view[: len(OPENING)]) == OPENING:
+        embedded = bytes(view[DIGEST_AT - 8 : DIGEST_AT + 24])
         digest = digest_around(memoryview(prefix)[:data_start], DIGEST_AT)
         if embedded != digest.encode():
             findings.damage.append(
                 f"header digest is {digest}, stored is {quote(embedded.decode('ascii', 'replace'))}"
             )
+            if len(view) > _WORTH_EXPLAINING_NBYTES:
+                findings.raise_any(_BROKEN)
+    text = bytes(view)
     if digest and not findings.damage:
         canonical = read_canonical_header(text, data_start, file_nbytes)
         if canonical is not None and data_start % ALIGNMENT == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardstore.format.digests import Buffer, digest_of, table_digest
 from shardstore.format.dtypes import DTYPES, DType
 from shardstore.format.header import (
+    check_opening,
     encode_header,
     header_digest,
     header_nbytes,
@@ -26,6 +27,7 @@ __all__ = [
     "ParsedShard",
     "ShardLayout",
     "StockTensor",
+    "check_opening",
     "digest_of",
     "encode_header",
     "header_digest",

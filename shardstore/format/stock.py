@@ -66,7 +66,7 @@ def parse_safetensors(prefix: Buffer, file_nbytes: int, *, source: str) -> dict[
         CorruptSnapshotError: Only the size of the file is wrong.
         FormatError: Anything else, all problems listed.
     """
-    text = header_text(prefix, file_nbytes, source)
+    text = bytes(header_view(prefix, file_nbytes, source))
     findings = Findings(source)
     outer = findings.read_object(text, "header")
     read_metadata(outer, findings)
@@ -75,7 +75,7 @@ def parse_safetensors(prefix: Buffer, file_nbytes: int, *, source: str) -> dict[
     return entries
 
 
-def header_text(prefix: Buffer, file_nbytes: int, source: str) -> bytes:
+def header_view(prefix: Buffer, file_nbytes: int, source: str) -> memoryview:
     """Cut the JSON out of the first bytes of a file; `prefix` may be longer, not shorter."""
     view = memoryview(prefix)
     length = header_length(view[:8], file_nbytes, source=source)
@@ -83,7 +83,7 @@ def header_text(prefix: Buffer, file_nbytes: int, source: str) -> bytes:
         raise CorruptSnapshotError(
             f"{source}: {view.nbytes} bytes read of a header that ends at {8 + length}", file=source
         )
-    return bytes(view[8 : 8 + length])
+    return view[8 : 8 + length]
 
 
 def read_metadata(outer: dict[str, Any], findings: Findings) -> dict[str, str]:

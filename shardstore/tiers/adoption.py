@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
+from shardstore.format.layout import ALIGNMENT
 from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import ShardHeader, SnapshotId
 from shardstore.tiers import ownership
@@ -21,9 +22,10 @@ from shardstore.tiers.slotfiles import mark_name
 from shardstore.tiers.slots import Slot, map_slot, read_slot_header
 
 _LOG: Final = logging.getLogger("shardstore")
-_SLOT: Final = re.compile(r"slot-([0-9a-f]{8})-(\d{5,})-.*")
-_LOCK: Final = re.compile(r"owner-([0-9a-f]{8})-(\d{5,})\.lock")
-_SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
+_RANK: Final = "([0-9]{5}|[1-9][0-9]{5,})"
+_SLOT: Final = re.compile(rf"slot-([0-9a-f]{{8}})-{_RANK}-.*")
+_LOCK: Final = re.compile(rf"owner-([0-9a-f]{{8}})-{_RANK}\.lock")
+_SHARD: Final = re.compile(rf"rank-{_RANK}\.safetensors")
 OWNER_WAIT_S: Final = 10.0
 """How long a restart waits for its dying predecessor to let go."""
 
@@ -117,7 +119,11 @@ def _dead_owners(folder: str, names: Iterable[str], rank: int, ops: FileOps) -> 
     dead = set()
     for owner in sorted(owners):
         path = lock_path(folder, owner, rank)
-        holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()), ops=ops)
+        try:
+            holder = ownership.acquire(path, wait_s=max(0.0, deadline - time.monotonic()), ops=ops)
+        except OSError as error:  # no lock file of ours: a folder or a link has its name
+            _LOG.warning("left alone, with what it guards: %s (%s)", path, error.strerror)
+            continue
         if holder is None:
             dead.add(owner)
         else:
@@ -139,9 +145,11 @@ def _adopt_snapshot(
 ) -> bool:
     """Adopt this rank's shard in one snapshot folder; False if there is none of ours."""
     inner = os.path.join(folder, snapshot_id.name)
+    if not _is_folder(inner):
+        return False
     try:
         names = ops.list_folder(inner)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return False
     if not names:
         _remove_empty(inner, ops)
@@ -174,6 +182,14 @@ def _adopt_snapshot(
     return True
 
 
+def _is_folder(path: str) -> bool:
+    """Whether it is a folder itself: what a link leads to is not ours."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def _remove_empty(folder: str, ops: FileOps) -> None:
     """Remove a folder whose last file's rank died before it could. Who needs it makes it anew."""
     try:
@@ -200,8 +216,8 @@ def _map_existing(path: str, ops: FileOps) -> Slot | None:
     found = os.fstat(fd)
     # A file that was opened but not yet allocated by a process that died has holes: touching those
     # on a full tmpfs would be SIGBUS.
-    whole = stat.S_ISREG(found.st_mode) and found.st_blocks * 512 >= found.st_size > 0
-    if not whole:
+    has_holes = found.st_blocks * 512 < found.st_size
+    if has_holes or found.st_size < ALIGNMENT:
         os.close(fd)
         ops.unlink(path)
         return None
@@ -226,7 +242,7 @@ def free_absent_ranks(folder: str, *, local_ranks: Iterable[int], ops: FileOps) 
                 removed += _remove_if_dead(folder, path, match[1], int(match[2]), ops)
             elif snapshot_id is not None:
                 inner = os.path.join(folder, name)
-                for file in ops.list_folder(inner) if os.path.isdir(inner) else ():
+                for file in ops.list_folder(inner) if _is_folder(inner) else ():
                     shard = _SHARD.fullmatch(file)
                     if shard and int(shard[1]) not in present:
                         path = os.path.join(inner, file)
@@ -237,8 +253,12 @@ def free_absent_ranks(folder: str, *, local_ranks: Iterable[int], ops: FileOps) 
 
 def _remove_if_dead(folder: str, path: str, owner: str, rank: int, ops: FileOps) -> int:
     lock = lock_path(folder, owner, rank)
-    if ownership.acquire(lock, ops=ops) is not None:
+    try:
+        if ownership.acquire(lock, ops=ops) is not None:
+            return 0
+        ops.unlink(path)
+    except OSError as error:
+        _LOG.warning("left alone: %s (%s)", path, error.strerror)
         return 0
-    ops.unlink(path)
     ownership.release(lock, remove=True, ops=ops)
     return 1

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from shardstore.errors import TierError
-from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
+from shardstore.format.manifest import (
+    MANIFEST_NAME,
+    MANIFEST_OPENING,
+    MAX_MANIFEST_NBYTES,
+    shard_file_name,
+)
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
@@ -25,7 +32,9 @@ from shardstore.tiers.removing import (
 )
 
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
-_SHARD: Final = re.compile(r"rank-(\d{5,})\.safetensors")
+_SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
+_PEEK_NBYTES: Final = 1 << 16
+_MAX_RUN_NBYTES: Final = 1 << 16
 
 
 class DiskTier:
@@ -53,9 +62,19 @@ class DiskTier:
                 return []
 
     def list_ids(self) -> list[SnapshotId]:
-        """Every attempt that has a folder here; foreign names and links are passed over."""
+        """Every attempt that has a folder here; foreign names, links and files are passed over."""
         found = (SnapshotId.parse(name) for name in self._names(self.location, "list"))
-        return [i for i in found if i is not None and not os.path.islink(self._folder(i))]
+        return [i for i in found if i is not None and self._may_be_folder(self._folder(i))]
+
+    @staticmethod
+    def _may_be_folder(path: str) -> bool:
+        """False only if it is surely none: what cannot be looked at is not taken for absent."""
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -127,9 +146,10 @@ class DiskTier:
     def read_manifest(self, snapshot_id: SnapshotId) -> bytes | None:
         """Content of the register, None while it does not exist."""
         path = os.path.join(self._folder(snapshot_id), MANIFEST_NAME)
-        return self._read_small(path)
+        return self._read_small(path, MAX_MANIFEST_NBYTES, opening=MANIFEST_OPENING)
 
-    def _read_small(self, path: str) -> bytes | None:
+    def _read_small(self, path: str, limit: int, *, opening: bytes = b"") -> bytes | None:
+        """Content of a record, None if there is none; its beginning where that is not `opening`."""
         with translated(self.name, "read", path):
             try:
                 fd = self._ops.open_existing(path)
@@ -137,11 +157,19 @@ class DiskTier:
                 return None
             try:
                 size = os.fstat(fd).st_size
-                buffer = bytearray(size)
-                got = self._ops.read_at(fd, memoryview(buffer), 0)
-                return bytes(buffer[:got])
+                if size > limit:
+                    raise OSError(errno.EFBIG, f"{size:,} bytes, no record has more than {limit:,}")
+                if size > _PEEK_NBYTES:  # something else is not worth the memory
+                    beginning = self._read(fd, _PEEK_NBYTES)
+                    if not beginning.startswith(opening):
+                        return beginning
+                return self._read(fd, size)
             finally:
                 os.close(fd)
+
+    def _read(self, fd: int, nbytes: int) -> bytes:
+        buffer = memoryview(bytearray(nbytes))
+        return bytes(buffer[: self._ops.read_at(fd, buffer, 0)])
 
     def create_manifest(
         self,
@@ -203,7 +231,7 @@ class DiskTier:
             except OSError:
                 # In doubt (an error after the link was made): the register itself is the answer.
                 created = False
-                if self._read_small(path) is None:
+                if self._read_small(path, MAX_MANIFEST_NBYTES) is None:
                     raise
             finally:
                 self._discard(temp)
@@ -275,7 +303,7 @@ class DiskTier:
 
     def read_small(self, name: str) -> bytes | None:
         """A small file in the root itself, None if it is not there."""
-        return self._read_small(os.path.join(self.location, name))
+        return self._read_small(os.path.join(self.location, name), _MAX_RUN_NBYTES)
 
     def remove_temp(self, folder: str, name: str) -> None:
         """Remove a file that a dead process was writing; `folder` as in `list_names`."""
@@ -321,7 +349,7 @@ class DiskTier:
 
     def read_run(self, run: int) -> bytes | None:
         """A run's record, None if it is not visible from this host."""
-        return self._read_small(self._run_path(run))
+        return self._read_small(self._run_path(run), _MAX_RUN_NBYTES)
 
     def _run_path(self, run: int) -> str:
         return os.path.join(self.location, f"run-{run:08x}.json")

@@ -101,12 +101,12 @@ class DiskReader:
             self._fd = ops.open_existing(path)
             self.nbytes = os.fstat(self._fd).st_size
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop), fewer at the end of the file."""
-        buffer = bytearray(max(0, min(stop, self.nbytes) - start))
+        buffer = memoryview(bytearray(max(0, min(stop, self.nbytes) - start)))
         with translated(self.tier, "read", self.source):
-            got = self._ops.read_at(self._fd, memoryview(buffer), start)
-        return bytes(buffer[:got])
+            got = self._ops.read_at(self._fd, buffer, start)
+        return buffer[:got].toreadonly()
 
     def stream(
         self, start: int, stop: int, place: Place, arrived: Callable[[memoryview, int], None]

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
@@ -71,9 +72,13 @@ class FileOps:
         )
 
     def open_existing(self, path: str, *, writable: bool = False) -> int:
-        """Open a regular file; symbolic links are refused."""
+        """Open a regular file. Links, pipes, devices and folders are refused, and not waited for."""
         flags = os.O_RDWR if writable else os.O_RDONLY
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        return fd
 
     def open_lock(self, path: str) -> int:
         """Open a lock file for writing, made if it is missing, for this user alone."""
@@ -179,6 +184,14 @@ class FileOps:
     def is_memory(self, path: str) -> bool:
         """Whether files in this folder are memory (tmpfs or ramfs); assumed where nobody can say."""
         return _file_system_type(path) in (None, *_MEMORY_TYPES)
+
+    def free_space(self, path: str) -> int | None:
+        """Bytes that this user may still write where `path` is; None where nobody can say."""
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def store(self, slot: memoryview, offset: int, data: bytes) -> None:
         """Write bytes into a mapped slot."""

@@ -63,6 +63,10 @@ class LocalDisk:
         name = None if rank is None else shard_file_name(rank)
         return os.path.exists(self._path(snapshot_id, name))
 
+    def has_folder(self, snapshot_id: SnapshotId) -> bool:
+        """Whether anything of a snapshot is here: a file of whatever rank, or an empty folder."""
+        return os.path.exists(os.path.join(self.location, snapshot_id.name))
+
     def create_shard(self, snapshot_id: SnapshotId, nbytes: int) -> DiskWriter:
         """Reserve the space of this rank's file under a temp name.
 

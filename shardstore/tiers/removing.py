@@ -14,7 +14,7 @@ from shardstore.format.marks import MARKS, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
 
-_SHARD: Final = re.compile(r"rank-\d{5,}\.safetensors")
+_SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _MANIFEST_TEMP: Final = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}\.tmp")
 _RUN_TEMP: Final = re.compile(r"\.run-[0-9a-f]{8}\.json\.[0-9a-f]{8}\.tmp")
 _DELETED: Final = "deleted-"
