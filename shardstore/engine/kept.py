@@ -1,4 +1,6 @@
-"""Snapshots of persist=False leave memory when some rank needs the room, on all ranks (P3).
+"""Snapshots that only memory has leave it when some rank needs the room, on all ranks (P3).
+
+They are of persist=False, or of an earlier run that had no time to spill them.
 
 They go to the root, or to the disks where there is none.
 
@@ -60,7 +62,7 @@ class KeptSnapshots:
         self._worker: Worker[_Question] = Worker("kept", self._answer)
         if session.has_outer:
             session.memory.ask_spill = self.ask
-            if any(session.memory.is_kept(snapshot_id) for snapshot_id in session.complete):
+            if session.has_only_near:
                 self.watch()
 
     def watch(self) -> None:

@@ -49,6 +49,11 @@ def protect(
     memory.set_newest_complete(near.newest)
     memory.adopt(adopted.slots)
     whole, on_disks = set(near.whole), set(near.on_disks)
+    catalog = session.catalog
+    session.has_only_near = any(
+        catalog is None or catalog.state(snapshot_id) != "committed"
+        for snapshot_id in whole - on_disks
+    )
     for slot in adopted.slots:
         if slot.id is not None and slot.id in adopted.headers:
             _judge(session, slot, adopted, near.newest, whole, on_disks)

@@ -194,6 +194,8 @@ class Session:
     is_restoring: bool = False
     """Nothing is released: every snapshot may be a candidate (P5)."""
     released_meanwhile: list[SnapshotId] = field(default_factory=list)
+    has_only_near: bool = False
+    """An earlier run left snapshots that all ranks have, and that are not further out: equal on all ranks."""
     urgency: Urgency = field(default_factory=Urgency)
     grace: Grace | None = None
     """Of the last `guard_preemption`."""

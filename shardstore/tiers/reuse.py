@@ -49,12 +49,16 @@ def is_in_flight(slot: Slot, facts: Facts) -> bool:
 
 
 def is_spillable(slot: Slot, facts: Facts) -> bool:
-    """Whether it is here only because nobody needed its memory: persist=False, complete, not further out."""
+    """Whether it is here only because nobody needed its memory: complete on all ranks, and not further out.
+
+    Of this run that is what was saved with persist=False. Of earlier ones it is what they had no time to spill:
+    nothing else would ever take it further out, and its slot would be lost to this run.
+    """
     return (
         facts.has_outer
         and slot.state == "sealed"
         and slot.id is not None
-        and slot.is_kept
+        and (slot.is_kept or slot.id.nonce != facts.owner)
         and not (slot.is_failed or slot.is_safe or slot.is_leaving)
         and facts.is_decided(slot.id)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from shardstore import SaveFailedError, SnapshotStore, list_snapshots
 from shardstore.tiers.fileops import FileOps, use_ops
 from shardstore.tiers.slots import SlotReader
+from tests.faults.scenario import open_store as open_in
 from tests.store.conftest import OpenStore
 
 
@@ -129,3 +131,25 @@ def test_the_header_is_written_last_and_the_file_equals_the_slot(
     assert isinstance(reader, SlotReader)
     with reader:
         assert file.read_bytes() == reader.read(0, reader.nbytes)
+
+
+def test_what_a_dead_run_could_not_spill_makes_room_for_this_one(folder: str) -> None:
+    """Its slot would be lost to this run otherwise, and every save would be streamed."""
+    options: dict[str, Any] = {"name": "job", "memory": "900KB"}  # two slots
+    state = {"w": torch.ones(100_000)}
+    with SnapshotStore(memory_dir=_memory_dir(folder), **options) as store:
+        store.save(state, step=1).wait()
+        store.close(keep_memory=True)
+    with open_in(folder, **options) as store:
+        assert store.restore(state).step == 1
+        for step in (2, 3, 4):
+            store.save(state, step=step).wait()
+        assert store.stats().num_streamed == 0
+        store.drain()
+        assert [info.step for info in list_snapshots(Path(folder, "root"))] == [1, 2, 3, 4]
+
+
+def _memory_dir(folder: str) -> Path:
+    path = Path(folder, "memory")
+    path.mkdir(exist_ok=True)
+    return path
