@@ -23,8 +23,8 @@ def prune_(root: str, keep: int, every_steps: int | None, yes: bool, as_json: bo
     """Delete snapshots in ROOT beyond the newest N. Says what would go; --yes does it.
 
     Newest is the order of saving. Pinned snapshots and those saved with persist=False stay; damaged ones
-    do not count, marked or seen to be by names and sizes: exit code 1. The newest good one never goes.
-    Do not prune while a job restores from ROOT.
+    do not count, whether marked or seen to be by manifests, names and sizes (exit code 1); bytes are not
+    read: "verify --mark" does. The newest good one never goes. Do not prune while a job restores from ROOT.
     """
     place = find_root(root)
     policy = Keep(last=keep, every_steps=every_steps)
