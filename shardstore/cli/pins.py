@@ -8,6 +8,7 @@ from shardstore.cli.choosing import choose_listed
 from shardstore.cli.output import note, say, write_json
 from shardstore.cli.parameters import json_option, root_argument
 from shardstore.cli.places import find_root
+from shardstore.engine.attempts import examine
 
 _step_argument = click.argument("step", metavar="STEP")
 
@@ -19,7 +20,7 @@ _step_argument = click.argument("step", metavar="STEP")
 def pin(root: str, step: str, as_json: bool) -> None:
     """Exempt the snapshots at STEP from retention.
 
-    STEP may be an id, for one of several at a step, or "newest".
+    STEP may be an id, for one of several at a step, or "newest". Exit code 1 if it is pinned, and damaged.
     """
     _set(root, step, on=True, as_json=as_json)
 
@@ -44,14 +45,27 @@ def _set(root: str, step: str, *, on: bool, as_json: bool) -> None:
     changed = {i: catalog.is_pinned(i) != on for i in ids}
     for snapshot_id in ids:
         (catalog.pin if on else catalog.unpin)(snapshot_id)
+    problems = {i: list(examine(catalog, i).problems) if on else [] for i in ids}
     if as_json:
         snapshots = [
-            {"step": i.step, "id": i.name, "pinned": on, "changed": changed[i]} for i in ids
+            {
+                "step": i.step,
+                "id": i.name,
+                "pinned": on,
+                "changed": changed[i],
+                "problems": problems[i],
+            }
+            for i in ids
         ]
         command = "pin" if on else "unpin"
         write_json({"command": command, "root": place.root, "snapshots": snapshots})
-        return
+    else:
+        for snapshot_id in ids:
+            say(f"{verb}  step {snapshot_id.step}  {snapshot_id.name}")
+            if not changed[snapshot_id]:
+                note(f"it was {verb} before" if on else "it was not pinned before")
     for snapshot_id in ids:
-        say(f"{verb}  step {snapshot_id.step}  {snapshot_id.name}")
-        if not changed[snapshot_id]:
-            note(f"it was {verb} before" if on else "it was not pinned before")
+        for problem in problems[snapshot_id]:
+            note(f"{snapshot_id.name} is damaged: {problem}")
+    if any(problems.values()):
+        click.get_current_context().exit(1)

@@ -72,6 +72,7 @@ def find_root(text: str, *, may_be_empty: bool = False) -> Place:
         return Place(root, given)
     names = _names(path)
     if is_root(names) and not is_near_tier(path, names):
+        _note_no_folders(path)
         return Place(path)
     if not names:
         if may_be_empty:
@@ -79,6 +80,18 @@ def find_root(text: str, *, may_be_empty: bool = False) -> Place:
             return Place(path, is_empty=True)
         raise PlaceError(f"{path} is empty: nothing was saved here yet, or another path was meant")
     raise _foreign(path, names)
+
+
+def _note_no_folders(root: str) -> None:
+    """Whoever moved a snapshot away and left a link should hear that no restore follows it."""
+    with os.scandir(root) as entries:
+        passed_over = [
+            entry.path
+            for entry in entries
+            if SnapshotId.parse(entry.name) is not None and not entry.is_dir(follow_symlinks=False)
+        ]
+    for path in sorted(passed_over):
+        note(f"{path} has a snapshot's name and is no folder: it is passed over, by a restore, too")
 
 
 def _names(path: str) -> list[str]:

@@ -7,7 +7,7 @@ import click
 from shardstore.cli.output import Column, note, plural, say, say_table, size, write_json
 from shardstore.cli.parameters import json_option, root_argument, writer, yes_option
 from shardstore.cli.places import find_root
-from shardstore.engine.pruning import Pruned, prune
+from shardstore.engine.pruning import Pruned, find_broken, prune
 from shardstore.engine.retention import Keep
 
 
@@ -23,11 +23,13 @@ def prune_(root: str, keep: int, every_steps: int | None, yes: bool, as_json: bo
     """Delete snapshots in ROOT beyond the newest N. Says what would go; --yes does it.
 
     Newest is the order of saving. Pinned snapshots and those saved with persist=False stay; damaged ones
-    do not count. The newest good one never goes. Do not prune while a job restores from ROOT.
+    do not count, whether marked or seen to be by manifests, names and sizes (exit code 1); bytes are not
+    read: "verify --mark" does. The newest good one never goes. Do not prune while a job restores from ROOT.
     """
     place = find_root(root)
     policy = Keep(last=keep, every_steps=every_steps)
-    found = prune(place.catalog, policy, writer=writer(), dry_run=not yes)
+    broken = find_broken(place.catalog)
+    found = prune(place.catalog, policy, writer=writer(), dry_run=not yes, damaged=broken)
     failed = [one for one in found if one.problem]
     if as_json:
         document = {
@@ -44,13 +46,18 @@ def prune_(root: str, keep: int, every_steps: int | None, yes: bool, as_json: bo
                 }
                 for one in found
             ],
+            "not_counted": [
+                {"step": i.step, "id": i.name, "why": why} for i, why in broken.items()
+            ],
         }
         write_json(document)
     else:
         _say(found, done=yes)
     for one in failed:
         note(f"step {one.id.step} is not gone yet: {one.problem}")
-    if failed:
+    for snapshot_id, why in broken.items():
+        note(f"{snapshot_id.name} is damaged, and not counted: {why}")
+    if failed or broken:
         click.get_current_context().exit(1)
 
 

@@ -28,6 +28,7 @@ from shardstore.engine.attempts import Examination, RankFile, examine, list_rank
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.difference import describe_mesh
 from shardstore.engine.liveness import judge
+from shardstore.errors import TierError
 from shardstore.format.records import SnapshotId
 
 _MAX_RANKS: Final = 16
@@ -75,7 +76,10 @@ def show(
 
 def _saved_by(catalog: Catalog, snapshot_id: SnapshotId) -> str:
     """Which process, and whether it lives, as far as the record of its run tells."""
-    record = catalog.run_record(snapshot_id.run)
+    try:
+        record = catalog.run_record(snapshot_id.run)
+    except TierError as error:
+        return f"unknown: {error}"
     if record is None or record.nonce != snapshot_id.nonce:
         return ""
     return f"{record.who} ({_LIVES[judge(record, catalog.tier.location).liveness]})"

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardstore.engine.bytediff import StoredPiece, count_differing, count_differing_in_overlap
-from shardstore.engine.catalog import Catalog
+from shardstore.engine.catalog import Catalog, check_identity, read_sealed_header
 from shardstore.engine.treediff import ValueDifference, differing_json, differing_leaves
+from shardstore.engine.verify import check_listed
 from shardstore.errors import CorruptSnapshotError
 from shardstore.format.dtypes import DTYPES
 from shardstore.format.records import Manifest, Mesh, SnapshotId, TensorRow
@@ -127,7 +128,10 @@ def _read(catalog: Catalog, snapshot_id: SnapshotId) -> _Side:
     tensors: dict[str, _Tensor] = {}
     leaves: dict[int, object] = {}
     for rank in range(entry.manifest.world_size):
-        sealed = catalog.read_header(snapshot_id, rank)
+        with catalog.tier.open_shard(snapshot_id, rank) as reader:
+            sealed = read_sealed_header(reader)
+            check_identity(sealed.header, snapshot_id, rank, source=reader.source)
+            check_listed(entry.manifest, sealed, reader)
         header, layout = sealed.header, sealed.layout
         assert layout is not None
         leaves[rank] = header.leaves

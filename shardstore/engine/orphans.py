@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from shardstore.engine.catalog import Catalog
-from shardstore.engine.liveness import Judgement, Liveness, decode_record, judge
+from shardstore.engine.liveness import Judgement, Liveness, RunRecord, decode_record, judge
 from shardstore.errors import ShardStoreError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
@@ -124,7 +124,8 @@ class _Search:
         self._knows_all_memory = held is not None
         self._memory = HeldMemory(dict.fromkeys(held or (), "the memory of a rank"))
         location = catalog.tier.location
-        self._records = {run: catalog.run_record(run) for run in catalog.tier.run_numbers()}
+        self._unreadable: list[Orphan] = []
+        self._records = {run: self._record(run) for run in catalog.tier.run_numbers()}
         self._judged = {run: judge(record, location) for run, record in self._records.items()}
         ops = FileOps()
         for folder in memory_dirs:
@@ -133,8 +134,18 @@ class _Search:
             if self._judged[run].liveness != "unknown" and record is not None and record.memory:
                 self._memory.look_into(record.memory, ops)
 
+    def _record(self, run: int) -> RunRecord | None:
+        """Of a run; one that cannot be read proves nothing, and must not hide the others."""
+        try:
+            return self._catalog.run_record(run)
+        except ShardStoreError as error:
+            name = f"run-{run:08x}.json"
+            found = Orphan("unreadable", "", name, None, 0, "unknown", False, str(error))
+            self._unreadable.append(found)
+            return None
+
     def all(self) -> list[Orphan]:
-        found: list[Orphan] = []
+        found = list(self._unreadable)
         states = {}
         for snapshot_id in self._catalog.ids():
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from shardstore.engine.attempts import examine
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.retention import Keep, check_keep, plan_deletions
 from shardstore.errors import ShardStoreError, TierError
@@ -33,6 +34,7 @@ def prune(
     *,
     writer: Mapping[str, str],
     dry_run: bool = True,
+    damaged: Collection[SnapshotId] = (),
     spare_runs: Collection[int] = (),
 ) -> list[Pruned]:
     """Delete what `keep` does not keep, oldest first; needs no ranks and no torch.
@@ -43,6 +45,7 @@ def prune(
     Args:
         catalog: Of the root.
         keep: The policy.
+        damaged: Known to be, beside those that are marked; see `find_broken`.
         writer: Versions to record in the registers of what goes.
         dry_run: Only say what would go.
         spare_runs: Run numbers whose snapshots stay whatever the policy says.
@@ -57,7 +60,7 @@ def prune(
     policy = check_keep(keep)
     if policy is None:
         raise ValueError("prune needs a policy: a count, or Keep(last=, every_steps=)")
-    found = find_removable(catalog, policy, spare_runs=spare_runs)
+    found = find_removable(catalog, policy, damaged=damaged, spare_runs=spare_runs)
     why = f"older than the newest {policy.last}"
     if policy.every_steps is not None:
         why += f", and not the newest of a step that {policy.every_steps:,} divides"
@@ -70,6 +73,20 @@ def prune(
         )
         for register in found
     ]
+
+
+def find_broken(catalog: Catalog) -> dict[SnapshotId, str]:
+    """What was committed and is not whole any more, and why, by manifests, names and sizes.
+
+    A job calls `prune` after a commit of its own: its newest snapshot is good. From outside nothing
+    is known of the newest, and one that lost its files must not make the last good one go.
+
+    Raises:
+        TierError: The root cannot be listed.
+    """
+    once = [i for i in catalog.ids() if catalog.state(i) in ("committed", "damaged")]
+    examined = [examine(catalog, snapshot_id) for snapshot_id in once]
+    return {e.id: "\n".join(e.problems) for e in examined if e.state == "damaged"}
 
 
 def find_removable(

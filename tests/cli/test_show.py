@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from shardstore import SnapshotStore
@@ -117,27 +116,31 @@ def test_damaged_manifest_is_explained_and_headers_are_shown_instead(
     assert document["tensors"]
 
 
-@pytest.mark.parametrize("what", ["a folder as manifest", "a file as folder"])
-def test_what_cannot_be_read_is_shown_and_hides_nothing_else(
-    roots: Roots, copy_of: Copy, what: str
-) -> None:
+def test_folder_as_manifest_is_shown_and_hides_nothing_else(roots: Roots, copy_of: Copy) -> None:
     root = copy_of(roots.one)
     broken = snapshot(root, 300)
-    if what == "a folder as manifest":
-        (broken / "manifest.json").unlink()
-        (broken / "manifest.json").mkdir()
-    else:
-        shutil.rmtree(broken)
-        broken.touch()
+    (broken / "manifest.json").unlink()
+    (broken / "manifest.json").mkdir()
     document = run_json("show", root, "--step", "300", code=1)
     assert document["state"] == "damaged"
-    assert "directory" in document["problems"][0]
+    assert "manifest.json failed: EINVAL (not a regular file)" in document["problems"][0]
     assert run_json("show", root)["step"] == 200, "the newest that can be relied on"
     assert [s["step"] for s in run_json("list", root)["snapshots"]] == [100, 200]
     states = [s["state"] for s in run_json("list", root, "--all")["snapshots"]]
     assert states == ["committed", "committed", "damaged"]
     assert [s["ok"] for s in run_json("verify", root, code=1)["snapshots"]] == [True, True, False]
     run("diff", root, "100", "200", code=1)
+
+
+def test_file_in_place_of_a_folder_is_no_snapshot_and_is_named(roots: Roots, copy_of: Copy) -> None:
+    root = copy_of(roots.one)
+    broken = snapshot(root, 300)
+    shutil.rmtree(broken)
+    broken.touch()
+    assert "there is no step 300" in run("show", root, "--step", "300", code=2).stderr
+    result = run("show", root)
+    assert "step        200" in result.stdout
+    assert f"{broken} has a snapshot's name and is no folder" in result.stderr
 
 
 def test_aborted_attempt_says_why(roots: Roots, copy_of: Copy) -> None:
