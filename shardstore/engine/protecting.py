@@ -51,6 +51,7 @@ def protect(
     memory.set_newest_complete(near.newest)
     memory.adopt(adopted.slots)
     whole, on_disks = set(near.whole), set(near.on_disks)
+    session.on_disks |= on_disks
     for slot in adopted.slots:
         if slot.id is not None and slot.id in adopted.headers:
             _judge(session, slot, adopted, near, whole, on_disks)
