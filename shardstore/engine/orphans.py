@@ -160,12 +160,10 @@ class _Search:
     # ------------------------------------------------------------------ attempts
 
     def _newest_good(self) -> SnapshotId | None:
-        """The newest that is committed, with all files, and not known to be damaged.
-
-        A restart falls back from what is newer.
-        """
-        marks = self._catalog.tier.marks
-        good = [r.id for r in self._catalog.committed() if "damaged" not in marks(r.id)]
+        """The newest committed one that nothing speaks against: a restart falls back from what is newer."""
+        marks, is_cut = self._catalog.tier.marks, self._catalog.is_cut
+        found = self._catalog.committed()
+        good = [r.id for r in found if "damaged" not in marks(r.id) and not is_cut(r)]
         return max(good, key=lambda i: i.order, default=None)
 
     def _torn(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> Orphan:

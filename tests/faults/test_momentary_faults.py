@@ -12,6 +12,7 @@ import pytest
 
 from shardstore import SnapshotStore
 from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.engine.pruning import prune
 from shardstore.format.digests import BLANK, digest_around
 from shardstore.format.header import DIGEST_AT
 from shardstore.tiers.fileops import FileOps, use_ops
@@ -87,20 +88,36 @@ def test_gc_looks_into_the_memory_of_runs_of_which_nothing_is_proven(folder: str
     assert [o.may_go for o in found] == [False]
 
 
-@pytest.mark.parametrize("broken", ["a file is missing", "marked"])
+@pytest.mark.parametrize("broken", ["a file is missing", "cut", "marked"])
 def test_gc_spares_a_whole_attempt_when_all_that_is_newer_is_broken(
     folder: str, broken: str
 ) -> None:
     _, second, third = save_steps(folder, 1, 2, 3)
     tear(folder, second, whole=True)
+    path = Path(folder, "root", third.name, "rank-00000.safetensors")
     if broken == "marked":
         catalog_of(folder).mark_damaged(third)
-    os.truncate(Path(folder, "root", third.name, "rank-00000.safetensors"), 100)
-    if broken != "marked":
-        Path(folder, "root", third.name, "rank-00000.safetensors").unlink()
+        path.write_bytes(bytes(path.stat().st_size))
+    elif broken == "cut":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
     assert _gc(folder) == []
     with open_store(folder, memory=0) as store:
         assert store.restore(state(-1)).step == 2
+
+
+# ------------------------------------------------------------------------ prune
+
+
+def test_prune_never_takes_the_last_good_one_for_a_copy_that_did_not_end(folder: str) -> None:
+    """C119: the register comes before the rest of the files, in the order of their names."""
+    first, second, third = save_steps(folder, 1, 2, 3)
+    os.truncate(Path(folder, "root", third.name, "rank-00000.safetensors"), 5000)
+    assert [p.id for p in prune(catalog_of(folder), 1, writer=WRITER, dry_run=False)] == [first]
+    with open_store(folder, memory=0) as store:
+        assert store.restore(state(-1)).step == 2
+    assert catalog_of(folder).is_listed(second)
 
 
 # ------------------------------------------------------------------------ disks
