@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardstore import SaveFailedError, SnapshotStore
+from shardstore.engine.pruning import prune
 from shardstore.tiers.fileops import FileOps, use_ops
-from tests.faults.orphans import state
+from tests.faults.orphans import WRITER, catalog_of, state
+from tests.faults.scenario import open_store
 
 
 class _HeldDisk(FileOps):
@@ -95,3 +98,20 @@ def test_a_start_keeps_the_last_one_on_the_disk_while_a_newer_one_is_only_in_mem
     assert _on_disk(disk_folder) == [3]
     assert [info.step for info in store.snapshots()] == [3]
     store.close()
+
+
+def test_a_pinned_snapshot_that_only_memory_has_is_not_waited_for(folder: str) -> None:
+    with open_store(folder, memory="16KiB", timeout_s=60.0) as store:
+        for step in (1, 2):
+            live = {"w": torch.full((700,), float(step))}
+            assert store.save(live, step=step).wait(20) is not None
+        store.drain()
+        assert len(prune(catalog_of(folder), 1, writer=WRITER, dry_run=False)) == 1
+        assert [info.step for info in store.snapshots()] == [1, 2]
+        store.pin(1)
+        started = time.monotonic()
+        assert store.save({"w": torch.full((700,), 3.0)}, step=3).wait(50) is not None
+        assert time.monotonic() - started < 30.0, "nothing was on its way out"
+        live = {"w": torch.zeros(700)}
+        assert store.restore(live, step=1).step == 1
+        assert live["w"].tolist() == [1.0] * 700
