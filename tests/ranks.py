@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,9 @@ _PRELOAD = ("torch", "torch.distributed.tensor.parallel", "torch.distributed.fsd
 PRELOAD = (*_PRELOAD, *(("pytest",) if "pytest" in sys.modules else ()))
 """What the fork server has imported already."""
 _GRACE_S = 5.0
+_exit_codes = threading.Lock()
+"""Held to ask for exit codes: `start` asks for those of all processes, also of other threads, and
+whoever asks second for one gets 255."""
 
 
 class RanksFailedError(RuntimeError):
@@ -62,9 +66,11 @@ def run_ranks(
             outcomes = _gather(started, time.monotonic() + timeout_s, grace_s)
         finally:
             for process, connection in started:
-                if process.is_alive():
+                with _exit_codes:
+                    is_alive = process.is_alive()
+                if is_alive:
                     process.kill()
-                process.join()
+                _join(process, None)
                 connection.close()
     failed = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
     if failed:
@@ -88,9 +94,18 @@ def _start(
     process = context.Process(
         target=_rank_main, args=(theirs, rank, n, rendezvous, timeout_s, fn, args), daemon=False
     )
-    process.start()
+    with _exit_codes:
+        process.start()
     theirs.close()
     return process, ours
+
+
+def _join(process: ForkServerProcess, timeout_s: float | None) -> int | None:
+    """Wait for a process to end; its exit code, None if it has none yet."""
+    wait([process.sentinel], timeout_s)
+    with _exit_codes:
+        process.join(0)
+        return process.exitcode
 
 
 def _gather(
@@ -109,15 +124,15 @@ def _gather(
             try:
                 outcomes[rank] = connection.recv()
             except EOFError:
-                started[rank][0].join(_GRACE_S)
-                outcomes[rank] = (False, f"died with exit code {started[rank][0].exitcode}")
+                code = _join(started[rank][0], _GRACE_S)
+                outcomes[rank] = (False, f"died with exit code {code}")
             if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + grace_s)
     for rank in waiting.values():
         outcomes[rank] = (False, "did not finish before the deadline and was killed")
     if not waiting:
         for process, _ in started:
-            process.join(_GRACE_S)
+            _join(process, _GRACE_S)
     return outcomes
 
 

@@ -71,7 +71,8 @@ def resolve_memory_dir(value: object) -> str:
     text = check_path(value, what="memory_dir")
     if "://" in text:
         raise ValueError(f"memory_dir must be the path of a tmpfs on this host, got {shown(value)}")
-    return os.path.abspath(text)
+    # By whatever name: two stores of one process in one folder must see that it is one.
+    return os.path.realpath(text)
 
 
 def check_flag(value: object, *, what: str) -> bool:

@@ -132,6 +132,18 @@ class Catalog:
         registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
         return [r for r in registers if {*range(r.world_size)} <= {*self._ranks(r.id)}]
 
+    def is_cut(self, register: Register) -> bool:
+        """Whether a file has not the size that the register says, as in a copy that did not end.
+
+        Raises:
+            TierError: The folder cannot be listed.
+        """
+        sizes = dict(self.tier.list_names(register.id.name))
+        return any(
+            sizes.get(shard_file_name(rank)) != shard.nbytes
+            for rank, shard in enumerate(register.shards)
+        )
+
     def _ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is there; none if the folder cannot be listed."""
         try:

@@ -34,6 +34,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Folder of its memory tier."""
     num_other_hosts_ranks: int = 0
     """Ranks on other hosts, whose memory cannot be seen from this one."""
+    disk: str = ""
+    """Folder of its disk tier."""
 
     @property
     def who(self) -> str:
@@ -68,7 +70,15 @@ os.register_at_fork(after_in_child=_open_here.clear)
 
 
 def record_of_this(
-    *, nonce: str, host: str, boot_id: str, started: float, location: str, memory: str, others: int
+    *,
+    nonce: str,
+    host: str,
+    boot_id: str,
+    started: float,
+    location: str,
+    memory: str,
+    others: int,
+    disk: str = "",
 ) -> RunRecord:
     """The record of a run whose rank 0 is this process.
 
@@ -80,12 +90,13 @@ def record_of_this(
         location: The root, which exists.
         memory: Folder of the memory tier; empty for none.
         others: How many ranks run on other hosts.
+        disk: Folder of the disk tier; empty for none.
     """
     pid = os.getpid()
     found = os.stat(location)
     return RunRecord(
         FORMAT_VERSION, nonce, host, boot_id, started, pid, pid_namespace(), process_started(pid),
-        (found.st_dev, found.st_ino), memory, others,
+        (found.st_dev, found.st_ino), memory, others, disk,
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from shardstore.engine.catalog import Catalog, read_prefix
-from shardstore.errors import ShardStoreError
+from shardstore.errors import CorruptSnapshotError, FormatError, FormatVersionError, TierError
 from shardstore.format.gist import Gist, read_gist
+from shardstore.format.header import is_header_whole
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import ShardReader
 from shardstore.tiers.localdisk import LocalDisk
@@ -21,6 +23,7 @@ class OnDisk:
         self._local_ranks = local_ranks
         self._lock = threading.Lock()
         self._gists: dict[SnapshotId, Gist | None] = {}
+        """None: it was read, and is damaged or not ours."""
         self._stubborn: set[SnapshotId] = set()
         """Of these a file or the folder was still there after it was removed."""
 
@@ -34,11 +37,24 @@ class OnDisk:
                     found[snapshot_id] = gist
         return found
 
+    def unread(self) -> list[SnapshotId]:
+        """Files of which nothing is known: a fault that may pass, or another version wrote them."""
+        found = self.disk.ids()
+        return [i for i in found if self._gist(i) is None and not self._is_useless(i)]
+
+    def _is_useless(self, snapshot_id: SnapshotId) -> bool:
+        """Whether this rank's file was read, and is no shard that anybody can use."""
+        with self._lock:
+            return snapshot_id in self._gists and self._gists[snapshot_id] is None
+
     def _gist(self, snapshot_id: SnapshotId) -> Gist | None:
         with self._lock:
             if snapshot_id in self._gists:
                 return self._gists[snapshot_id]
-        gist = self._read(snapshot_id)
+        try:
+            gist = self._read(snapshot_id)
+        except (TierError, FormatVersionError):
+            return None  # for now
         with self._lock:
             return self._gists.setdefault(snapshot_id, gist)
 
@@ -49,7 +65,9 @@ class OnDisk:
                 return None
             with reader:
                 gist = _gist_of(reader)
-        except ShardStoreError:
+        except FormatVersionError:
+            raise
+        except (CorruptSnapshotError, FormatError):
             return None
         ours = gist is not None and gist.id == snapshot_id and gist.rank == self.disk.rank
         return gist if ours else None
@@ -105,6 +123,7 @@ class OnDisk:
         *,
         newest: SnapshotId | None,
         whole: set[SnapshotId],
+        unread: Collection[SnapshotId],
         world_size: int,
     ) -> None:
         """Remove what earlier runs left that no restart of this topology can use.
@@ -113,6 +132,7 @@ class OnDisk:
             catalog: Of the root.
             newest: What all ranks agreed to protect.
             whole: Every rank can read these near it.
+            unread: Of these some rank could not say: they may be whole, and nobody gives up its part.
             world_size: Of this job; files of another one are left alone.
 
         Raises:
@@ -127,8 +147,9 @@ class OnDisk:
             is_listed = on_root in ("committed", "damaged")
             in_use = snapshot_id in whole or is_listed or other_job
             newer = newest is None or snapshot_id.order >= newest.order
-            is_useless = gist is None and on_root != "committed"
-            if on_root == "aborted" or is_useless or not (in_use or newer):
+            is_useless = self._is_useless(snapshot_id) and on_root != "committed"
+            is_unclear = snapshot_id in unread or (gist is None and not is_useless)
+            if on_root == "aborted" or is_useless or not (in_use or newer or is_unclear):
                 self.remove(snapshot_id)
 
 
@@ -139,4 +160,8 @@ def _is_spare(catalog: Catalog, snapshot_id: SnapshotId, rank: int) -> bool:
 
 
 def _gist_of(reader: ShardReader) -> Gist | None:
-    return read_gist(read_prefix(reader), file_nbytes=reader.nbytes)
+    prefix = read_prefix(reader)
+    gist = read_gist(prefix, file_nbytes=reader.nbytes)
+    if gist is None and is_header_whole(prefix):
+        raise FormatVersionError(f"{reader.source}: another version of shardstore wrote it")
+    return gist

@@ -40,6 +40,7 @@ class _Report(msgspec.Struct, frozen=True):
     problem: Note | None
     pinned: tuple[SnapshotId, ...] = ()
     damaged: tuple[SnapshotId, ...] = ()
+    unread: tuple[SnapshotId, ...] = ()
 
 
 class _Agreement(msgspec.Struct, frozen=True):
@@ -85,10 +86,14 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     marked |= set(adopted.marked)
     inventory = _inventory(adopted, gists, marked)
     pinned, damaged = tuple(adopted.pinned), tuple(adopted.damaged)
+    unread: tuple[SnapshotId, ...] = ()
     if on_disk is not None and problem is None:
         pinned += tuple(on_disk.disk.with_mark("pinned"))
         damaged += tuple(on_disk.disk.with_mark("damaged"))
-    report = _Report(options.shared_arguments, inventory, tuple(gists), problem, pinned, damaged)
+        unread = tuple(on_disk.unread())
+    report = _Report(
+        options.shared_arguments, inventory, tuple(gists), problem, pinned, damaged, unread
+    )
 
     def decide(values: list[bytes]) -> bytes:
         reports = [msgspec.json.decode(value, type=_Report) for value in values]
@@ -185,5 +190,6 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         on_disks=tuple(set.intersection(*({*report.on_disk} for report in reports))),
         pinned=tuple({i for report in reports for i in report.pinned}),
         damaged=tuple({i for report in reports for i in report.damaged}),
+        unread=tuple({i for report in reports for i in report.unread}),
     )
     return _Agreement(near=near)

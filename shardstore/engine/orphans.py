@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.liveness import Judgement, Liveness, RunRecord, decode_record, judge
-from shardstore.errors import ShardStoreError
+from shardstore.errors import FormatVersionError, ShardStoreError, TierError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.heldmemory import HeldMemory
@@ -130,9 +130,11 @@ class _Search:
         ops = FileOps()
         for folder in memory_dirs:
             self._memory.look_into_all(folder, ops)
-        for run, record in self._records.items():
-            if self._judged[run].liveness != "unknown" and record is not None and record.memory:
-                self._memory.look_into(record.memory, ops)
+        for record in self._records.values():
+            for near in (record.memory, record.disk) if record is not None else ():
+                # Also of a run of which nothing can be proven: it may have been on this host.
+                if near:
+                    self._memory.look_into(near, ops)
 
     def _record(self, run: int) -> RunRecord | None:
         """Of a run; one that cannot be read proves nothing, and must not hide the others."""
@@ -154,8 +156,7 @@ class _Search:
                 found.append(
                     Orphan("unreadable", snapshot_id.name, "", snapshot_id, 0, "unknown", False, str(error))
                 )  # fmt: skip
-        committed = [i for i, state in states.items() if state == "committed"]
-        newest = max(committed, key=lambda i: i.order, default=None)
+        newest = self._newest_good()
         for snapshot_id, state in states.items():
             if state == "torn":
                 found.append(self._torn(snapshot_id, newest))
@@ -168,6 +169,13 @@ class _Search:
         return sorted(found, key=lambda o: (o.id.order if o.id else (0, 0, ""), o.path))
 
     # ------------------------------------------------------------------ attempts
+
+    def _newest_good(self) -> SnapshotId | None:
+        """The newest committed one that nothing speaks against: a restart falls back from what is newer."""
+        marks, is_cut = self._catalog.tier.marks, self._catalog.is_cut
+        found = self._catalog.committed()
+        good = [r.id for r in found if "damaged" not in marks(r.id) and not is_cut(r)]
+        return max(good, key=lambda i: i.order, default=None)
 
     def _torn(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> Orphan:
         judgement = self._attempt(snapshot_id)
@@ -183,10 +191,15 @@ class _Search:
             return ""
         try:
             is_whole = self._catalog.whole_shards(snapshot_id) is not None
+        except (TierError, FormatVersionError) as error:
+            return f"whether it is whole, and would be committed by the next start, cannot be read: {error}"
         except ShardStoreError:
             is_whole = False  # a restart reads the same, and publishes nothing
         if is_whole:
-            return "it is whole, and newer than all that is committed: the next start commits it"
+            return (
+                "it is whole, and newer than all that is committed and good: the next start commits it, "
+                "or falls back to it"
+            )
         return ""
 
     def _aborted(self, snapshot_id: SnapshotId) -> Orphan:

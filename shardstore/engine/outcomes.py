@@ -137,6 +137,7 @@ class Outcomes:
         assert session.on_disk is not None
         with session.lock:
             session.complete.setdefault(save.id, self._info(save, tiers=("disk",)))
+            session.on_disks.add(save.id)
         try:
             session.on_disk.disk.mark_complete(save.id)
         except ShardStoreError as error:

@@ -30,6 +30,8 @@ class Near(msgspec.Struct, frozen=True):
     """Some rank has a pin beside its copy."""
     damaged: tuple[SnapshotId, ...] = ()
     """Some rank has a mark beside its copy that it was found damaged."""
+    unread: tuple[SnapshotId, ...] = ()
+    """Some rank could not read its file on the disk, which says nothing of what is in it."""
 
 
 def protect(
@@ -49,6 +51,7 @@ def protect(
     memory.set_newest_complete(near.newest)
     memory.adopt(adopted.slots)
     whole, on_disks = set(near.whole), set(near.on_disks)
+    session.on_disks |= on_disks
     catalog = session.catalog
     session.has_only_near = any(
         catalog is None or catalog.state(snapshot_id) != "committed"
@@ -56,7 +59,7 @@ def protect(
     )
     for slot in adopted.slots:
         if slot.id is not None and slot.id in adopted.headers:
-            _judge(session, slot, adopted, near.newest, whole, on_disks)
+            _judge(session, slot, adopted, near, whole, on_disks)
     for snapshot_id, gist in gists.items():
         session.adopted_world_sizes[snapshot_id] = gist.world_size
         if snapshot_id in whole and snapshot_id not in session.complete:
@@ -74,7 +77,7 @@ def _judge(
     session: Session,
     slot: Slot,
     adopted: Adopted,
-    newest: SnapshotId | None,
+    near: Near,
     whole: set[SnapshotId],
     on_disks: set[SnapshotId],
 ) -> None:
@@ -84,7 +87,7 @@ def _judge(
     header = adopted.headers[slot.id][0]
     of_memory(session, "adopted", slot.id, slot.nbytes)
     session.adopted_world_sizes[slot.id] = header.world_size
-    is_newest = slot.id == newest
+    is_newest = slot.id == near.newest
     on_root = catalog.state(slot.id) if catalog is not None else "torn"
     is_further_out = on_root == "committed" or slot.id in on_disks
     if on_root == "aborted":
@@ -104,8 +107,14 @@ def _judge(
         superseded = catalog is not None and header.persist and not is_needed
         if is_further_out or superseded:
             slot.is_safe = True
-    elif header.world_size != session.world_size or is_further_out or slot.id in session.marked:
-        # Further out, or of use for telling what is missing: goes when room is needed.
+    elif (
+        header.world_size != session.world_size
+        or is_further_out
+        or slot.id in session.marked
+        or slot.id in near.unread
+    ):
+        # Further out, or of use for telling what is missing, or another rank may be able to read its
+        # own part later: goes when room is needed.
         slot.is_safe = True
     elif not is_newest:
         slot.is_failed = True
@@ -131,6 +140,7 @@ def _clear_disk(session: Session, near: Near, whole: set[SnapshotId]) -> None:
             session.catalog,
             newest=near.newest,
             whole=whole | session.pinned,
+            unread=near.unread,
             world_size=session.world_size,
         )
     except (ShardStoreError, OSError) as error:

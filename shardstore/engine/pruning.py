@@ -60,7 +60,9 @@ def prune(
     policy = check_keep(keep)
     if policy is None:
         raise ValueError("prune needs a policy: a count, or Keep(last=, every_steps=)")
-    found = find_removable(catalog, policy, damaged=damaged, spare_runs=spare_runs)
+    # Unlike after a commit, nobody knows here that the newest one is good.
+    cut = {r.id for r in catalog.committed() if catalog.is_cut(r)}
+    found = find_removable(catalog, policy, damaged={*damaged, *cut}, spare_runs=spare_runs)
     why = f"older than the newest {policy.last}"
     if policy.every_steps is not None:
         why += f", and not the newest of a step that {policy.every_steps:,} divides"

@@ -109,6 +109,7 @@ class RunNumber:
             location=session.catalog.tier.location,
             memory=session.memory.folder or "",
             others=session.world_size - len(session.local_ranks),
+            disk=session.on_disk.disk.location if session.on_disk is not None else "",
         )
 
     def _check_shared(self) -> None:

@@ -168,6 +168,8 @@ class Session:
     complete: dict[SnapshotId, SnapshotInfo] = field(default_factory=dict)
     """Snapshots that every rank is known to have had in memory, or on disk."""
     marked: set[SnapshotId] = field(default_factory=set)
+    on_disks: set[SnapshotId] = field(default_factory=set)
+    """Those that every rank is known to have had on its disk, where that is the outermost tier."""
     aborted: set[SnapshotId] = field(default_factory=set)
     damaged: set[SnapshotId] = field(default_factory=set)
     """Snapshots that some rank could not read; equal on all ranks."""
@@ -242,12 +244,18 @@ class Session:
         return self.on_disk is None or not self.on_disk.is_kept(snapshot_id)
 
     def released_near(self, *more: SnapshotId) -> list[SnapshotId]:
-        """What retention lets go where there is no root, of what is complete and `more`; oldest first."""
+        """What retention lets go where there is no root, of what is complete and `more`; oldest first.
+
+        Where there are disks, what only memory has is no successor of what they have: like something
+        damaged it does not count, and goes when it would go if it did. `more` is on all disks.
+        """
         with self.lock:
             near = {*self.complete, *more}
-            pinned, damaged = set(self.pinned), set(self.damaged)
+            pinned, uncounted = set(self.pinned), set(self.damaged)
+            if self.on_disk is not None:
+                uncounted |= near - self.on_disks - {*more}
         counted = [i for i in near if self.is_counted(i)]
-        return plan_deletions(counted, self.keep, pinned=pinned, damaged=damaged)
+        return plan_deletions(counted, self.keep, pinned=pinned, damaged=uncounted)
 
     def know_complete(self, info: SnapshotInfo, snapshot_id: SnapshotId) -> None:
         """All ranks have this one in memory: it is the newest that a restart can count on."""
@@ -294,6 +302,7 @@ class Session:
 
     def _forget(self, snapshot_id: SnapshotId) -> None:
         self.complete.pop(snapshot_id, None)
+        self.on_disks.discard(snapshot_id)
         self.pinned.discard(snapshot_id)
         left = max(self.complete, key=lambda i: i.order, default=None)
         if self.memory.newest_complete == snapshot_id:

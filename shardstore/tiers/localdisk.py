@@ -33,8 +33,8 @@ class LocalDisk:
         self._ops = ops
 
     def ids(self) -> list[SnapshotId]:
-        """Snapshots of which this rank has a file here, oldest first."""
-        found = [i for i in self._tier.list_ids() if os.path.exists(self._path(i))]
+        """Snapshots of which this rank has a file here, oldest first; one may be unreadable just now."""
+        found = [i for i in self._tier.list_ids() if _may_be_there(self._path(i))]
         return sorted(found, key=lambda i: i.order)
 
     def others(self, ranks: Iterable[int]) -> list[tuple[SnapshotId, int]]:
@@ -139,3 +139,14 @@ class LocalDisk:
 
     def _path(self, snapshot_id: SnapshotId, name: str | None = None) -> str:
         return os.path.join(self.location, snapshot_id.name, name or shard_file_name(self.rank))
+
+
+def _may_be_there(path: str) -> bool:
+    """False only if it is surely not: what cannot be looked at is not taken for absent."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

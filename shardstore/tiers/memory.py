@@ -115,7 +115,7 @@ class MemoryTier:
         with self._changed:
             for slot in self._slots:
                 if slot.id == snapshot_id:
-                    slot.is_safe, slot.is_leaving = True, False
+                    slot.is_safe, slot.is_leaving, slot.is_only_here = True, False, False
             self._changed.notify_all()
 
     def mark_only_here(self, snapshot_id: SnapshotId) -> None:
@@ -123,7 +123,8 @@ class MemoryTier:
         with self._changed:
             for slot in self._slots:
                 if slot.id == snapshot_id:
-                    slot.is_safe = False
+                    slot.is_safe, slot.is_only_here = False, True
+            self._changed.notify_all()
 
     def mark_stays(self, snapshot_id: SnapshotId) -> None:
         """This one was asked to go further out, and could not."""

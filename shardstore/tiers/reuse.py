@@ -43,6 +43,8 @@ def is_in_flight(slot: Slot, facts: Facts) -> bool:
         return True
     if slot.state == "free" or slot.id is None or slot.is_failed or slot.is_safe:
         return False
+    if slot.is_only_here:
+        return False
     if not facts.is_decided(slot.id):
         return True
     return facts.has_outer and not slot.is_kept and slot.id.nonce == facts.owner

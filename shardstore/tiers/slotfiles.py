@@ -172,6 +172,7 @@ class SlotFiles:
         erase_header(self._ops, slot)
         slot.state, slot.id = "free", None
         slot.is_failed = slot.is_safe = slot.is_kept = slot.is_leaving = False
+        slot.is_only_here = False
         if folder is None or old_path is None or self.folder is None:
             return
         slot.path = self._free_name(self.folder)

@@ -44,6 +44,8 @@ class Slot:
     """persist=False: stays until it is deleted, or goes further out because its memory is needed."""
     is_leaving: bool = False
     """Somebody needs its memory: the ranks are asked to spill it."""
+    is_only_here: bool = False
+    """Pinned, and gone from further out: nothing will ever free its memory."""
     views: object = None
     """The owner's cache of typed views, dropped with the slot."""
 

@@ -38,6 +38,7 @@ def _die(rank: int, folder: str, disk: str, point: str, victim: int | None) -> N
     job = Job(rank)
     job.fill(1)
     store.save(job.state, step=1).wait(20)
+    store.drain()  # what the first one entails comes after it is told: "remove old" is to be the second's
     ops.arm()
     job.fill(2)
     store.save(job.state, step=2).wait(20)
