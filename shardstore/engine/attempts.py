@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardstore.engine.catalog import Catalog, RootEntry, SealedShard, State
+from shardstore.engine.catalog import Catalog, RootEntry, State
+from shardstore.engine.sealed import SealedShard
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
 from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
 from shardstore.format.marks import MARKS, Mark

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardstore.engine.attempts import manifest_problem
-from shardstore.engine.catalog import Catalog, SealedShard, check_identity, read_sealed_header
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.spans import SpanDigests
 from shardstore.engine.verify import check_listed
 from shardstore.errors import CorruptSnapshotError, FormatError, FormatVersionError, TierError

@@ -11,30 +11,22 @@ from typing import Final, Literal
 import msgspec
 
 from shardstore.engine.liveness import RunRecord, decode_record
+from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
-    ShardStoreError,
     SnapshotNotFoundError,
     TierError,
 )
 from shardstore.format.manifest import (
     Register,
-    build_manifest,
-    check_tables,
     decode_manifest,
     encode_manifest,
     read_register,
     shard_file_name,
 )
-from shardstore.format.records import FORMAT_VERSION, Manifest, ShardHeader, SnapshotId
-from shardstore.format.shardfile import (
-    ShardLayout,
-    check_opening,
-    header_length,
-    parse_header,
-)
-from shardstore.tiers.base import RootTier, ShardReader
+from shardstore.format.records import FORMAT_VERSION, Manifest, SnapshotId
+from shardstore.tiers.base import RootTier
 
 _LOG: Final = logging.getLogger("shardstore")
 _PEEK_NBYTES: Final = 1 << 16
@@ -51,17 +43,6 @@ class RootEntry:
     manifest: Manifest | None = None
     problem: str = ""
     """Why a damaged register cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class SealedShard:
-    """One shard file, as its header tells."""
-
-    header: ShardHeader
-    nbytes: int
-    digest: str
-    layout: ShardLayout | None = None
-    """Where its tensors are; None for a header that a rank posted."""
 
 
 class Catalog:
@@ -305,74 +286,6 @@ class Catalog:
         """Who claimed a number; None if nothing readable says so."""
         return decode_record(self.tier.read_run(run))
 
-    # ------------------------------------------------------------ late publish
-
-    def publish_late(self, *, before_run: int, writer: Mapping[str, str]) -> list[SnapshotId]:
-        """Commit what runs before `before_run` stored whole but died before committing.
-
-        Only what is newer than the newest committed one, judged by the headers, synced again first.
-        """
-        states = {snapshot_id: self.state(snapshot_id) for snapshot_id in self.ids()}
-        newest = max((i.order for i, state in states.items() if state == "committed"), default=None)
-        published = []
-        for snapshot_id, state in states.items():
-            older_run = snapshot_id.run < before_run
-            newer = newest is None or snapshot_id.order > newest
-            if state == "torn" and older_run and newer:
-                try:
-                    if self._publish_torn(snapshot_id, writer):
-                        published.append(snapshot_id)
-                except ShardStoreError as error:
-                    _LOG.info("%s stays uncommitted: %s", snapshot_id, error)
-        return published
-
-    def _publish_torn(self, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> bool:
-        shards = self.whole_shards(snapshot_id)
-        if shards is None:
-            return False
-        self.tier.make_durable(snapshot_id, shards)
-        return self.publish(manifest_of(shards, writer=writer))
-
-    def whole_shards(self, snapshot_id: SnapshotId) -> dict[int, SealedShard] | None:
-        """The headers of all ranks' shards of a torn attempt; None if they are not a whole snapshot.
-
-        Raises:
-            TierError, FormatError, CorruptSnapshotError: One cannot be read, or is damaged.
-        """
-        ranks = self.tier.list_ranks(snapshot_id)
-        if not ranks:
-            return None
-        world_size = self.read_header(snapshot_id, ranks[0]).header.world_size
-        if ranks != list(range(world_size)):
-            return None
-        shards = {rank: self.read_header(snapshot_id, rank) for rank in ranks}
-        return None if problems_between(shards) else shards
-
-
-def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str]) -> Manifest:
-    """The manifest of a whole set of shards; metadata and time are rank 0's."""
-    first = shards[0].header
-    return build_manifest(
-        {rank: (s.header, s.nbytes, s.digest) for rank, s in shards.items()},
-        created=first.created,
-        metadata=first.metadata,
-        writer=dict(writer),
-    )
-
-
-def problems_between(shards: Mapping[int, SealedShard]) -> list[str]:
-    """Why these shards are not one snapshot: readable problems, empty if they are."""
-    first = shards[min(shards)].header
-    problems = [
-        f"rank {rank} saved {s.header.id} (world size {s.header.world_size}), "
-        f"rank {first.rank} saved {first.id} (world size {first.world_size})"
-        for rank, s in shards.items()
-        if s.header.id != first.id
-        or s.header.world_size != first.world_size
-        or s.header.persist != first.persist
-    ]
-    return problems or check_tables([s.header for s in shards.values()])
-
 
 def aborted_manifest(
     snapshot_id: SnapshotId, *, reason: str, writer: Mapping[str, str]
@@ -394,39 +307,6 @@ def aborted_manifest(
         writer=dict(writer),
         reason=reason[:500].encode("utf-8", "backslashreplace").decode(),
     )
-
-
-def read_sealed_header(reader: ShardReader) -> SealedShard:
-    """Read the header of an open shard file.
-
-    Raises:
-        TierError, FormatError, CorruptSnapshotError: It cannot be read, or is damaged.
-    """
-    parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
-    return SealedShard(parsed.header, reader.nbytes, parsed.digest, parsed.layout)
-
-
-def read_prefix(reader: ShardReader) -> memoryview | bytes:
-    """Read the length and the JSON of an open shard file; nothing large that begins as something else.
-
-    Raises:
-        TierError, FormatError, CorruptSnapshotError: It cannot be read, or is no header of ours.
-    """
-    length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
-    if length > _PEEK_NBYTES:
-        check_opening(reader.read(0, _PEEK_NBYTES), source=reader.source)
-    return reader.read(0, 8 + length)
-
-
-def check_identity(header: ShardHeader, snapshot_id: SnapshotId, rank: int, *, source: str) -> None:
-    """Refuse a file that says it is another snapshot's or another rank's."""
-    if header.id != snapshot_id or header.rank != rank:
-        raise CorruptSnapshotError(
-            f"{source}: the file says it is rank {header.rank} of {header.id}, "
-            f"but rank {rank} of {snapshot_id} was looked for here",
-            file=source, expected=f"rank {rank} of {snapshot_id}",
-            actual=f"rank {header.rank} of {header.id}",
-        )  # fmt: skip
 
 
 def newest_first(ids: Iterable[SnapshotId]) -> list[SnapshotId]:

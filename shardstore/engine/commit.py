@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from shardstore.cluster.coordination import Stopped
-from shardstore.engine.catalog import SealedShard, manifest_of
 from shardstore.engine.entries import collect_entries
 from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.pruning import find_removable, take_off
+from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
 from shardstore.errors import (
     CoordinationTimeoutError,

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from shardstore.engine.catalog import Catalog
+from shardstore.engine.latepublish import whole_shards
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.errors import CoordinationError, ShardStoreError, SnapshotNotFoundError
 from shardstore.format.records import SnapshotId
@@ -96,7 +97,7 @@ def _is_restorable(catalog: Catalog, snapshot_id: SnapshotId) -> bool:
     if catalog.state(snapshot_id) != "torn":
         return catalog.is_listed(snapshot_id)
     try:
-        return catalog.whole_shards(snapshot_id) is not None
+        return whole_shards(catalog, snapshot_id) is not None
     except ShardStoreError:
         return False
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardstore.engine.bytediff import StoredPiece, count_differing, count_differing_in_overlap
-from shardstore.engine.catalog import Catalog, check_identity, read_sealed_header
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.sealed import check_identity, read_sealed_header
 from shardstore.engine.treediff import ValueDifference, differing_json, differing_leaves
 from shardstore.engine.verify import check_listed
 from shardstore.errors import CorruptSnapshotError

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from shardstore.cluster.coordination import Coordinator, Stopped
-from shardstore.engine.catalog import SealedShard, problems_between
+from shardstore.engine.sealed import SealedShard, problems_between
 from shardstore.engine.session import Failure, Session
 from shardstore.format.records import ShardHeader, TensorRow
 

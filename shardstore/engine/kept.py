@@ -19,9 +19,9 @@ from typing import Any, Final
 import msgspec
 
 from shardstore.cluster.coordination import Stopped
-from shardstore.engine.catalog import SealedShard, manifest_of, read_sealed_header
 from shardstore.engine.entries import collect_entries, entry_key, post_entry
 from shardstore.engine.marking import keep_pins, mark_near
+from shardstore.engine.sealed import SealedShard, manifest_of, read_sealed_header
 from shardstore.engine.session import Failure, Session, failure_of
 from shardstore.engine.spill import copy_sealed
 from shardstore.engine.workers import Worker

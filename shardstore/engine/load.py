@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardstore.engine.catalog import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.passing import PassingShard, merged_spans, truncated
 from shardstore.engine.progress import Work
 from shardstore.engine.ranks import header_in_job
+from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.verify import Verifier, check_listed
 from shardstore.errors import (
     CorruptSnapshotError,

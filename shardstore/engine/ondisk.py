@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from shardstore.engine.catalog import Catalog, read_prefix
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.sealed import read_prefix
 from shardstore.errors import CorruptSnapshotError, FormatError, FormatVersionError, TierError
 from shardstore.format.gist import Gist, read_gist
 from shardstore.format.header import is_header_whole

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from shardstore.engine.catalog import Catalog
+from shardstore.engine.latepublish import whole_shards
 from shardstore.engine.liveness import Judgement, Liveness, RunRecord, decode_record, judge
 from shardstore.errors import FormatVersionError, ShardStoreError, TierError
 from shardstore.format.records import SnapshotId
@@ -190,7 +191,7 @@ class _Search:
         if newest is not None and snapshot_id.order < newest.order:
             return ""
         try:
-            is_whole = self._catalog.whole_shards(snapshot_id) is not None
+            is_whole = whole_shards(self._catalog, snapshot_id) is not None
         except (TierError, FormatVersionError) as error:
             return f"whether it is whole, and would be committed by the next start, cannot be read: {error}"
         except ShardStoreError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from shardstore.engine.catalog import SealedShard
+from shardstore.engine.sealed import SealedShard
 from shardstore.engine.verify import Verifier
 from shardstore.errors import CorruptSnapshotError
 from shardstore.format.shardfile import ShardLayout

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from shardstore.engine.latepublish import publish_late
 from shardstore.engine.liveness import RunRecord, entered, record_of_this
 from shardstore.engine.marking import keep_pins
 from shardstore.engine.otherjobs import find_other_jobs
@@ -90,7 +91,7 @@ class RunNumber:
             find_other_jobs(session)
             keep_pins(session)
             session.ops.point("publish late")
-            late = session.catalog.publish_late(before_run=self._run, writer=session.writer)
+            late = publish_late(session.catalog, before_run=self._run, writer=session.writer)
             for snapshot_id in late:
                 text = "%s of an earlier run was whole and is committed now"
                 tell(

@@ -17,11 +17,12 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.preemption import Grace
-from shardstore.engine.catalog import Catalog, SealedShard
+from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import SnapshotInfo
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.retention import Keep, plan_deletions
+from shardstore.engine.sealed import SealedShard
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
 from shardstore.engine.urgency import Urgency

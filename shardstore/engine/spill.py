@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardstore.engine.catalog import SealedShard, read_sealed_header
 from shardstore.engine.progress import Work
+from shardstore.engine.sealed import SealedShard, read_sealed_header
 from shardstore.engine.session import PendingSave, Session, Target
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shardstore.engine.catalog import SealedShard
+from shardstore.engine.sealed import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
 from shardstore.format.records import Manifest

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardstore import SaveFailedError, list_snapshots
-from shardstore.engine.catalog import Catalog, manifest_of
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.sealed import manifest_of
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps, use_ops
 from tests.faults.scenario import open_store

@@ -21,7 +21,7 @@ _DURATION_S = float(os.environ.get("SHARDSTORE_SOAK_S", "0"))
 def test_a_job_that_is_killed_and_broken_over_and_over_trains_as_if_it_were_not(
     folder: str, disk_folder: Path
 ) -> None:
-    print(soak(Path(folder), disk_folder, seed=_SEED, duration_s=_DURATION_S or 35.0))
+    print(soak(Path(folder), disk_folder, seed=_SEED, duration_s=_DURATION_S or 60.0))
 
 
 @pytest.mark.nightly

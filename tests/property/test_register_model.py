@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from shardstore import ShardStoreError, SnapshotStore
-from shardstore.engine.catalog import Catalog, SealedShard, manifest_of
+from shardstore.engine.catalog import Catalog
+from shardstore.engine.latepublish import publish_late
 from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.format.records import SnapshotId
 from shardstore.testing import FileOps, ThreadRank, run_rank_threads
 from shardstore.tiers.disk import DiskTier
@@ -107,7 +109,7 @@ class World:
 
     def late_publisher(self, me: Actor) -> None:
         """The first save of a later run."""
-        self.catalog(me.ops).publish_late(before_run=self.saved.id.run + 1, writer={})
+        publish_late(self.catalog(me.ops), before_run=self.saved.id.run + 1, writer={})
 
     def careful_gc(self, me: Actor) -> None:
         """Takes every run for dead, rightly or not."""
@@ -154,7 +156,7 @@ class World:
     def sweep(self) -> None:
         """A last careful process, when all others are dead."""
         catalog = self.catalog()
-        catalog.publish_late(before_run=self.saved.id.run + 1, writer={})
+        publish_late(catalog, before_run=self.saved.id.run + 1, writer={})
         for orphan in find_orphans(catalog, memory_dirs=(), including_unknown=True):
             problem = remove_orphan(catalog, orphan, writer={})
             if problem:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardstore.engine.catalog import SealedShard, read_sealed_header
+from shardstore.engine.sealed import SealedShard, read_sealed_header
 from shardstore.engine.verify import Verifier
 from shardstore.errors import CorruptSnapshotError
 from shardstore.tiers.base import ShardReader
