@@ -73,10 +73,12 @@ class Leaver:
 
     def _close_in_time(self) -> SaveFailedError | None:
         session = self._session
-        self._flusher.run("flush/close", session.in_time(session.timeout_s))
+        flushed = self._flusher.run("flush/close", session.in_time(session.timeout_s))
         is_drained = self.wait_outcomes(session.in_time(session.timeout_s))
         error = self._failures.rest()
         for save in self._pipeline.pending:
+            if flushed is not None and save.id is not None and save.id.name == flushed.id:
+                continue  # only older ones keep it from being settled
             session.warn(
                 "%s stays in memory: it was not on the %s in time",
                 save.id or save.label, session.outermost.tier if session.has_outer else "other ranks",

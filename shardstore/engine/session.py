@@ -205,6 +205,10 @@ class Session:
     is_stopping: bool = False
     """`should_stop` has said so, on all ranks."""
 
+    def __post_init__(self) -> None:
+        """Nobody waits for memory beyond a grace period."""
+        self.memory.in_time = self.in_time
+
     @property
     def is_ending(self) -> bool:
         """The scheduler has given notice: the process ends soon."""

@@ -148,8 +148,7 @@ class Stager:
         """A slot, or None if the state is to be streamed to the root."""
         memory, on_full = self._session.memory, self._on_full
         can_stream = self._session.has_outer and save.persist
-        patience_s = self._session.in_time(self._session.timeout_s)
-        timeout_s = patience_s if on_full == "wait" else 0.0
+        timeout_s = self._session.timeout_s if on_full == "wait" else 0.0
         try:
             slot = memory.reserve(nbytes, kept=not save.persist, timeout_s=timeout_s)
         except TierFullError:

@@ -67,7 +67,9 @@ class MemoryTier:
         self._slots = self._pool.slots
         self._changed = self._pool.changed
         self.ask_spill: Callable[[SnapshotId], None] | None = None
-        """Asks all ranks to spill a persist=False snapshot, whose memory this rank needs. Does not wait."""
+        """Asks all ranks to spill a snapshot that only memory has, and whose room is needed. Does not wait."""
+        self.in_time: Callable[[float], float] = lambda seconds: seconds
+        """How much of a wait the process has time for."""
 
     @property
     def folder(self) -> str | None:
@@ -227,7 +229,7 @@ class MemoryTier:
                     continue
                 if not self._on_the_way_out() and not self._send_out(asked):
                     return None
-                left = deadline - time.monotonic()
+                left = self.in_time(deadline - time.monotonic())
                 if left <= 0:
                     raise self.full(nbytes, waited=True)
                 self._changed.wait(min(left, 1.0))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardstore import ShardStoreError, SnapshotStore, list_snapshots
+from shardstore import ShardStoreError, SnapshotStore, TierFullError, list_snapshots
 from shardstore.tiers.fileops import FileOps, use_ops
 from tests.faults.scenario import open_store
 
@@ -405,3 +405,22 @@ def test_a_signal_while_close_drains_ends_it_in_time(folder: str) -> None:
     assert signal.signal(signal.SIGUSR2, before) is signal.SIG_DFL
     assert list_snapshots(Path(folder, "root")) == []
     assert list(Path(folder, "memory").rglob("rank-*.safetensors")), "memory stays for the restart"
+
+
+def test_a_save_that_waits_for_memory_gives_up_with_the_grace_period(folder: str) -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    ops = HeldOps()
+    with use_ops(ops):
+        store = open_store(folder, memory="9KB", timeout_s=60.0)  # one slot
+    guard = store.guard_preemption(signals=[signal.SIGUSR2], grace_s=1.0)
+    started = time.monotonic()
+    with guard:
+        store.save(_state(1), step=1)
+        assert ops.is_held.wait(10.0)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(TierFullError):
+            store.save(_state(2), step=2)
+    assert time.monotonic() - started < 30.0
+    ops.go.set()
+    store.close()
+    signal.signal(signal.SIGUSR2, before)
