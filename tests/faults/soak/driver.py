@@ -28,6 +28,8 @@ class Tally:
     lives: int = 0
     killed: int = 0
     ended_by_error: int = 0
+    stopped: int = 0
+    """By SIGTERM, at one step, with a snapshot of it."""
     damaged: int = 0
     steps: int = 0
     saves: int = 0
@@ -47,6 +49,7 @@ def soak(folder: Path, disk: Path, *, seed: int, duration_s: float) -> Tally:
         while time.monotonic() < deadline or tally.lives < 3:
             _one_life(folder, _plan(chance), tally)
             _check_restored(folder, tally.lives, least)
+            _check_stopped(folder, tally)
             least = _damage(folder, chance, tally)
             tally.lives += 1
         _last_life(folder, tally, least)
@@ -57,7 +60,9 @@ def soak(folder: Path, disk: Path, *, seed: int, duration_s: float) -> Tally:
 
 
 def _plan(chance: random.Random) -> Plan:
-    kind = chance.choice(["one", "all", "all", "all", "faults", "faults", "both", "quiet"])
+    kind = chance.choice(
+        ["one", "all", "all", "all", "faults", "faults", "both", "quiet", "warned", "warned"]
+    )
     victims: tuple[int, ...] = ()
     if kind in ("one", "both"):
         victims = (chance.randrange(WORLD_SIZE),)
@@ -73,6 +78,10 @@ def _plan(chance: random.Random) -> Plan:
         overlap=chance.random() < 0.3,
         victims=victims,
         kill_at=chance.randrange(5, 400) if victims else 0,
+        warned=tuple(chance.sample(range(WORLD_SIZE), chance.randint(1, WORLD_SIZE)))
+        if kind == "warned"
+        else (),
+        warn_at=chance.randrange(1, 300),
         broken_rank=chance.randrange(WORLD_SIZE) if is_faulty else -1,
         fault_chance=chance.choice([0.003, 0.03]) if is_faulty else 0.0,
         error=chance.choice([errno.EIO, errno.ENOSPC]),
@@ -119,6 +128,19 @@ def _check_restored(folder: Path, life: int, least: int) -> None:
         ]
     assert len(set(found)) <= 1, f"the ranks restored {found}"
     assert not found or found[0] >= least, f"restored {found[0]}, step {least} was committed"
+
+
+def _check_stopped(folder: Path, tally: Tally) -> None:
+    """Ranks that were warned end at one step, which is committed."""
+    found = [
+        [x["stopped"] for x in _lines(folder, rank) if x["life"] == tally.lives and "stopped" in x]
+        for rank in range(WORLD_SIZE)
+    ]
+    assert len({*map(tuple, found)}) == 1, f"the ranks stopped at {found}"
+    if found[0]:
+        newest = list_snapshots(folder / "root")[-1].step
+        assert newest == found[0][0], f"stopped at {found[0]}, and step {newest} is the newest"
+        tally.stopped += 1
 
 
 def _damage(folder: Path, chance: random.Random, tally: Tally) -> int:

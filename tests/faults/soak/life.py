@@ -32,6 +32,7 @@ from tests.faults.breaking_ops import WatchedOps
 from tests.faults.scenario import share_pids
 from tests.roundtrip import raw
 
+GRACE_S: Final = 20.0
 TIMEOUT_S: Final = 8.0
 """How long a rank waits for one that is dead."""
 
@@ -50,6 +51,9 @@ class Plan:
     """Ranks that are ended by SIGKILL, and take this one's number of operations to live."""
     kill_at: int = 0
     """Operation of the first victim's stores at which that happens."""
+    warned: tuple[int, ...] = ()
+    """Ranks that get SIGTERM, at this one's operation `warn_at` since they listen for it."""
+    warn_at: int = 0
     broken_rank: int = -1
     """Whose operations fail now and then."""
     fault_chance: float = 0.0
@@ -107,6 +111,13 @@ class FateOps(WatchedOps):
         self._pids = pids
         self._chance = random.Random(plan.seed * 7 + rank)
         self.is_breaking = False
+        self._warned_in: int | None = None
+        """Operations until this rank gets SIGTERM."""
+
+    def warn_soon(self) -> None:
+        """The rank listens for signals now."""
+        if self._rank in self._plan.warned:
+            self._warned_in = self._plan.warn_at
 
     def _hit(self, name: str, *subjects: str) -> None:
         super()._hit(name, *subjects)
@@ -115,7 +126,12 @@ class FateOps(WatchedOps):
             for victim in sorted(plan.victims, key=lambda v: v == self._rank):
                 os.kill(self._pids[victim], signal.SIGKILL)
         with self._lock:
+            if self._warned_in is not None:
+                self._warned_in -= 1
+            is_due = self._warned_in == 0
             fails = self.is_breaking and self._chance.random() < plan.fault_chance
+        if is_due:
+            os.kill(os.getpid(), signal.SIGTERM)
         if fails and not name.startswith(("point:", "store")):
             raise OSError(plan.error, "by chance")
 
@@ -145,7 +161,9 @@ def live(rank: int, folder: str, life: int, plan: Plan) -> dict[str, Any]:
             Path(folder) / "root", keep=2, on_error=plan.on_error, timeout_s=TIMEOUT_S, **where
         )
     measured: list[dict[str, int]] = []
-    with store, _ending_errors(folder, rank, life):
+    guard = store.guard_preemption(grace_s=GRACE_S)
+    with store, _ending_errors(folder, rank, life), guard:
+        ops.warn_soon()
         report = store.restore(trainer.state, required=False)
         write_down(folder, rank, {"life": life, "restored": report.step if report else 0})
         assert trainer.progress["step"] == (report.step if report else 0)
@@ -155,12 +173,16 @@ def live(rank: int, folder: str, life: int, plan: Plan) -> dict[str, Any]:
             result = trainer.train()
             step = trainer.progress["step"]
             write_down(folder, rank, {"life": life, "step": step, "result": result})
-            if step % plan.save_every == 0:
+            stop = guard.should_stop(step)
+            if stop or step % plan.save_every == 0:
                 pending.append(store.save(trainer.state, step=step, overlap=plan.overlap))
             for handle in [h for h in pending if h.committed.done()]:
                 pending.remove(handle)
                 if handle.committed.exception() is None and handle.committed.result() is not None:
                     write_down(folder, rank, {"life": life, "committed": handle.step})
+            if stop:
+                write_down(folder, rank, {"life": life, "stopped": step})
+                break
             if plan.is_measured and number % 100 == 50:
                 measured.append(_measure())
         ops.is_breaking = False
