@@ -131,11 +131,13 @@ class _Search:
         ops = FileOps()
         for folder in memory_dirs:
             self._memory.look_into_all(folder, ops)
+        self._disks = HeldMemory()
         for record in self._records.values():
-            for near in (record.memory, record.disk) if record is not None else ():
-                # Also of a run of which nothing can be proven: it may have been on this host.
-                if near:
-                    self._memory.look_into(near, ops)
+            # Also of a run of which nothing can be proven: it may have been on this host.
+            if record is not None and record.memory:
+                self._memory.look_into(record.memory, ops)
+            if record is not None and record.disk:
+                self._disks.look_into(record.disk, ops)
 
     def _record(self, run: int) -> RunRecord | None:
         """Of a run; one that cannot be read proves nothing, and must not hide the others."""
@@ -186,9 +188,12 @@ class _Search:
     def _needed(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> str:
         """What a restart would do with a torn attempt; empty for nothing."""
         where = self._memory.where.get(snapshot_id)
+        is_old = newest is not None and snapshot_id.order < newest.order
+        if where is None and not is_old:
+            where = self._disks.where.get(snapshot_id)
         if where is not None:
             return f"{where} still has a part of it, which a restart may use"
-        if newest is not None and snapshot_id.order < newest.order:
+        if is_old:
             return ""
         try:
             is_whole = whole_shards(self._catalog, snapshot_id) is not None
@@ -245,11 +250,11 @@ class _Search:
                 "unknown",
                 f"{own.why}; memory of its ranks on other hosts cannot be seen from here: look there",
             )
-        if self._memory.unseen:
+        unseen = self._memory.unseen + self._disks.unseen
+        if unseen:
             return Judgement(
                 "unknown",
-                f"{own.why}; whether {self._memory.unseen[0]} has a part of it cannot be seen by this "
-                "user",
+                f"{own.why}; whether {unseen[0]} has a part of it cannot be seen by this user",
             )
         for run, judged in self._judged.items():
             if run > snapshot_id.run and judged.liveness == "unknown":

@@ -1,4 +1,4 @@
-"""Which snapshots have files in the memory of this host, of any run and user, alive or dead."""
+"""Which snapshots have files in the memory, or on a disk, of this host, of any run and user, alive or dead."""
 
 from __future__ import annotations
 
