@@ -205,9 +205,19 @@ def test_interrupt_ends_it_even_inside_a_read_that_never_returns(roots: Roots) -
         try:
             assert stuck.stdout is not None
             assert stuck.stdout.readline() == "reading\n"
-            stuck.send_signal(signal.SIGINT)
-            _, err = stuck.communicate(timeout=60)
+            err = _interrupt(stuck)
         finally:
             stuck.kill()
     assert stuck.returncode == 130
-    assert err.strip() == "interrupted"
+    assert err.strip().endswith("interrupted")
+
+
+def _interrupt(process: subprocess.Popen[str]) -> str:
+    """Ctrl-C, again if it came where Python drops an exception (a finalizer); what it said at its end."""
+    for _ in range(20):
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=3)[1]
+        except subprocess.TimeoutExpired:
+            pass
+    raise AssertionError("nothing ends it")

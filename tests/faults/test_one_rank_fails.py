@@ -259,7 +259,7 @@ def test_a_stopped_rank_is_named_within_the_deadline_and_raises_when_it_goes_on(
     text, kind, took_s, unchanged = results[0]
     assert "rank 1" in text, text
     assert phase in text
-    assert took_s < 10
+    assert took_s < 20
     assert unchanged
     assert kind == ("CoordinationTimeoutError" if phase == "restore" else "SaveFailedError")
     late_text, late_kind, _, late_unchanged = results[1]
