@@ -181,7 +181,8 @@ def test_reader_that_leaves_is_no_error(roots: Roots, command: str) -> None:
 
 
 _STUCK = """
-import os, threading
+import os, signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what they run behind
 from shardstore.cli import main
 from shardstore.tiers.fileops import FileOps, use_ops
 
