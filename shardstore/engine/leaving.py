@@ -88,6 +88,7 @@ class Leaver:
         if is_drained and self._pipeline.stop_own(max(self._least_s(), session.in_time(_OWN_S))):
             self._give_back(keep_memory=True)
         else:
+            self._pipeline.let_go()
             self._on_gone()  # what still is written ends with the process; its memory stays
         return error
 

@@ -322,6 +322,12 @@ class SavePipeline:
             worker.join(timeout_s)
         self._kept.stop(timeout_s)
 
+    def let_go(self) -> None:
+        """End the threads after what is queued; wait for none."""
+        for worker in self._workers:
+            worker.stop()
+        self._kept.stop(0.0)
+
     def stop_own(self, timeout_s: float) -> bool:
         """Finish this rank's own seals and spills, wait for no rank; False if that took too long."""
         done = True
