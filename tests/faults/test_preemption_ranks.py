@@ -38,11 +38,6 @@ def _note(calls: list[int], signum: int, _frame: object) -> None:
     calls.append(signum)
 
 
-def _as_without_a_tracer() -> None:
-    """Coverage has a handler of its own, which ends the process, and would be called as any earlier one."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _signal_self_later(delay_s: float) -> None:
     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
@@ -124,7 +119,6 @@ def _big(step: int) -> dict[str, Any]:
 
 def _native_call(rank: int, folder: str) -> None:
     """Rank 0 computes for 20 s in one native call, rank 1 waits for it in a collective."""
-    _as_without_a_tracer()
     ops = SlowDisk(0.7)
     with use_ops(ops):
         store = open_store(folder, memory="2GiB")
@@ -238,7 +232,6 @@ def test_nobody_hangs_when_the_rank_that_decides_is_dead(folder: str) -> None:
 
 
 def _raises_in_the_grace_period(rank: int, folder: str) -> None:
-    _as_without_a_tracer()
     store = open_store(folder)
     job = Job(rank)
     try:

@@ -161,7 +161,6 @@ def live(rank: int, folder: str, life: int, plan: Plan) -> dict[str, Any]:
             Path(folder) / "root", keep=2, on_error=plan.on_error, timeout_s=TIMEOUT_S, **where
         )
     measured: list[dict[str, int]] = []
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # coverage has a handler that ends the process
     guard = store.guard_preemption(grace_s=GRACE_S)
     with store, _ending_errors(folder, rank, life), guard:
         ops.warn_soon()
