@@ -140,6 +140,9 @@ def look(where: Places, scenario: Scenario) -> int | None:
     has_root = scenario.options.get("root", True)
     root = f"{where.folder}/root"
     committed = list_snapshots(root) if has_root else []
+    assert committed or not scenario.is_listed, (
+        "the old one went before its successor was committed"
+    )
 
     all_there = threading.Barrier(scenario.num_ranks)
 

@@ -146,6 +146,8 @@ class Scenario:
     num_ranks: int = 1
     """Threads of one process: all die at once."""
     count_reads: bool = False
+    is_listed: bool = True
+    """The root lists a snapshot at every moment (G6), as one was committed there before."""
 
 
 def _save_first(life: Life) -> None:
@@ -268,8 +270,8 @@ _SECOND: Mapping[int, set[int | None]] = {0: {2}, 1: {2}}
 _SECOND_OR_THIRD: Mapping[int, set[int | None]] = {0: {2, 3}, 1: {3}}
 
 SCENARIOS: Mapping[str, Scenario] = {
-    "save, no older one": Scenario(_save_first, {0: {None, 1}, 1: {1}}),
-    "open and save": Scenario(_open_and_save_second, {0: {None, 1, 2}, 1: {2}}),
+    "save, no older one": Scenario(_save_first, {0: {None, 1}, 1: {1}}, is_listed=False),
+    "open and save": Scenario(_open_and_save_second, {0: {None, 1, 2}, 1: {2}}, is_listed=False),
     "save, an older one": Scenario(_save_second, _OLD_OR_NEW, always=frozenset({1})),
     "save, the same step": Scenario(_save_same_step, _OLD_OR_NEW),
     "save, retention": Scenario(_save_second, _OLD_OR_NEW, {"keep": 1}),
@@ -279,17 +281,15 @@ SCENARIOS: Mapping[str, Scenario] = {
     "save, streamed": Scenario(_save_second, _OLD_OR_NEW, {"memory": 0, "keep": 1}),
     "save, by way of a disk": Scenario(_save_second, _OLD_OR_NEW, {"disk": True, "keep": 1}),
     "save, a disk alone": Scenario(
-        _save_second, _OLD_OR_NEW, {"disk": True, "root": False, "keep": 1}
-    ),
-    "save, memory alone": Scenario(_save_second, _OLD_OR_NEW, {"root": False, "keep": 1}),
+        _save_second, _OLD_OR_NEW, {"disk": True, "root": False, "keep": 1}, is_listed=False),
+    "save, memory alone": Scenario(_save_second, _OLD_OR_NEW, {"root": False, "keep": 1}, is_listed=False),
     "save, overlapping": Scenario(_save_overlapping, _OLD_OR_NEW, {"keep": 1}),
     "save, two ranks": Scenario(_save_second, _OLD_OR_NEW, {"keep": 1}, num_ranks=2),
     "save, persist=False leaves memory": Scenario(
         _save_beyond_kept,
         _SECOND_OR_THIRD,
         {"memory": 90_000},
-        always=frozenset({1, 2}),
-    ),
+        always=frozenset({1, 2}), is_listed=False),
     "flush": Scenario(_flush, _ANY_OR_LAST, always=frozenset({1})),
     "flush, two ranks": Scenario(_flush, _ANY_OR_LAST, {"keep": 2}, num_ranks=2),
     "delete": Scenario(_delete, {0: {1, 2}, 1: {1}}, always=frozenset({1})),
@@ -297,7 +297,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         _delete, {0: {1, 2}, 1: {1}}, always=frozenset({1}), num_ranks=2
     ),
     "close": Scenario(_close, _SECOND, {"keep": 1}),
-    "close, memory alone": Scenario(_close, {0: {2, None}, 1: {None}}, {"root": False}),
+    "close, memory alone": Scenario(_close, {0: {2, None}, 1: {None}}, {"root": False}, is_listed=False),
     "restore from memory": Scenario(_restore, _SECOND, count_reads=True),
     "restore from the root": Scenario(_restore, _SECOND, {"memory": 0}, count_reads=True),
     "adopt, sealed by the dead": Scenario(
