@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from shardstore.cluster.kv import KeyValueStore
-from shardstore.cluster.owner import RELAY_KEY, Stopped, StoreOwner, progress_key
+from shardstore.cluster.missing import ProgressWatcher, Verdict, missing_ranks_error, refusal
+from shardstore.cluster.owner import Stopped, StoreOwner
 from shardstore.errors import CoordinationError, CoordinationTimeoutError
 
 __all__ = ["Coordinator", "Stopped"]
@@ -31,18 +32,9 @@ _HURRIED_S: Final = 1.0
 """The same in a grace period."""
 _SLACK: Final = 1.25
 """Others wait this much longer than rank 0, which knows best who is missing."""
-_MAX_NAMED: Final = 16
 _MAX_UNTOLD: Final = 64
 _LINGER_S: Final = 5.0
 _LINGER_POLL_S: Final = 0.005
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    """Why a joint step failed; the same on all ranks."""
-
-    message: str
-    failed_ranks: tuple[int, ...] = ()
-    missing_ranks: tuple[int, ...] = ()
 
 
 class Coordinator:
@@ -185,7 +177,7 @@ class Coordinator:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         future = self._owner.watch(keys, stop)
-        watcher = _ProgressWatcher(keys, ranks, viewer=self.rank)
+        watcher = ProgressWatcher(keys, ranks, viewer=self.rank)
         deadline = time.monotonic() + limit_s
         look_s = max(0.05, min(limit_s / 8, 5.0))
         while True:
@@ -201,11 +193,11 @@ class Coordinator:
                     self._owner.relay()
             elif left <= 0 and not future.done():
                 future.cancel()
-                raise _missing(watcher.missing, phase, limit_s)
+                raise missing_ranks_error(watcher.missing, phase, limit_s)
 
     def _look(
         self,
-        watcher: _ProgressWatcher,
+        watcher: ProgressWatcher,
         future: Future[Any],
         phase: str,
         *,
@@ -261,7 +253,7 @@ class Coordinator:
         self.retire(name, [out])
         if stored[:1] == b"+":
             return stored[1:]
-        verdict = msgspec.json.decode(stored[1:], type=_Verdict)
+        verdict = msgspec.json.decode(stored[1:], type=Verdict)
         if verdict.missing_ranks:
             raise CoordinationTimeoutError(
                 verdict.message,
@@ -297,10 +289,10 @@ class Coordinator:
         except CoordinationTimeoutError as error:
             if not error.missing_ranks:
                 raise
-            proposal = _refusal(error)
+            proposal = refusal(error)
         except Exception as error:  # noqa: BLE001 - becomes the answer of all ranks
             message = f"{phase} failed on rank 0: {type(error).__name__}: {error}"
-            proposal = b"-" + msgspec.json.encode(_Verdict(message, failed_ranks=(0,)))
+            proposal = b"-" + msgspec.json.encode(Verdict(message, failed_ranks=(0,)))
             cause = error
         return self.propose(out, proposal, is_hurried=is_total), cause
 
@@ -315,12 +307,12 @@ class Coordinator:
             if not error.missing_ranks:
                 raise
             ranks = range(self.world_size)
-            watcher = _ProgressWatcher(
+            watcher = ProgressWatcher(
                 [f"{name}/in/{rank}" for rank in ranks], ranks, viewer=self.rank
             )
             self._reply(self._owner.call(watcher.look), phase)
             late = watcher.missing or [0]
-            return self.propose(out, _refusal(_missing(late, phase, limit_s)))
+            return self.propose(out, refusal(missing_ranks_error(late, phase, limit_s)))
         assert not isinstance(values, Stopped)
         return values[0]
 
@@ -376,49 +368,3 @@ class Coordinator:
                 pause.wait(_LINGER_POLL_S)
         except (CoordinationError, FutureTimeoutError):
             pass
-
-
-class _ProgressWatcher:
-    """Who is missing, and whether they still work. Runs on the owner's thread.
-
-    Work is bytes that a rank itself has worked through. For those who wait for rank 0, work of a rank
-    that rank 0 waits for counts as well: rank 0 relays it. Nobody else does, and rank 0 never takes its
-    own relay for work, or ranks that wait for each other would keep each other alive for ever.
-    """
-
-    def __init__(self, keys: Sequence[str], ranks: Sequence[int], *, viewer: int) -> None:
-        self._viewer = viewer
-        self._left = list(zip(keys, ranks, strict=True))
-        self._seen: dict[int, tuple[bytes | None, bytes | None]] = {}
-
-    @property
-    def missing(self) -> list[int]:
-        return sorted({rank for _, rank in self._left})
-
-    def look(self, store: KeyValueStore) -> bool:
-        self._left = [(key, rank) for key, rank in self._left if store.get(key) is None]
-        moved = False
-        for rank in self.missing:
-            relayed = store.get(RELAY_KEY) if rank == 0 != self._viewer else None
-            now = (store.get(progress_key(rank)), relayed)
-            moved = moved or (rank in self._seen and now != self._seen[rank])
-            self._seen[rank] = now
-        return moved
-
-
-def _missing(ranks: Sequence[int], phase: str, limit_s: float) -> CoordinationTimeoutError:
-    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
-    if ranks[_MAX_NAMED:]:
-        named += f" and {len(ranks) - _MAX_NAMED} more"
-    return CoordinationTimeoutError(
-        f"rank {named} made no progress for {limit_s:g} s during {phase}: it died, hangs, or did not "
-        "make the same call",
-        missing_ranks=ranks,
-        failed_ranks=ranks,
-        phase=phase,
-    )
-
-
-def _refusal(error: CoordinationTimeoutError) -> bytes:
-    verdict = _Verdict(error.message, error.failed_ranks, error.missing_ranks)
-    return b"-" + msgspec.json.encode(verdict)
