@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from shardstore.cluster.boot import read_boot_id
 from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.kv import LocalKeyValueStore, TcpKeyValueStore
 from shardstore.cluster.threads import ThreadRank
@@ -100,15 +101,6 @@ def _alone(timeout_s: float) -> Coordinator:
         boot_id=read_boot_id(),
         local_ranks=(0,),
     )
-
-
-def read_boot_id() -> str:
-    """Identity of this boot of this host's kernel; empty where it cannot be read."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _candidates(process_group: ProcessGroup | None) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from shardstore.engine.session import Session
 from shardstore.errors import ShardStoreError
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.places import nearest
 
 
 class Foresight:
@@ -38,7 +37,7 @@ class Foresight:
             num_ranks, argument = len(session.local_ranks), "disk"
         else:
             return
-        free = self._ops.free_space(_nearest(where)) if is_mine else None
+        free = self._ops.free_space(nearest(where)) if is_mine else None
         if free is None:
             return
         num_kept = session.keep.last if session.keep is not None else 1
@@ -59,9 +58,3 @@ class Foresight:
             return sum(register.nbytes for register in session.catalog.committed())
         assert session.on_disk is not None
         return num_ranks * sum(gist.nbytes for gist in session.on_disk.gists().values())
-
-
-def _nearest(path: str) -> str:
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return path

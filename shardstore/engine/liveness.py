@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from shardstore.cluster.boot import read_boot_id
 from shardstore.format.records import FORMAT_VERSION
 
 Liveness: TypeAlias = Literal["alive", "dead", "unknown"]
@@ -167,11 +168,6 @@ def _identity(path: str) -> tuple[int, int]:
     except OSError:
         return (-1, -1)
     return (found.st_dev, found.st_ino)
-
-
-def read_boot_id() -> str:
-    """Identity of the running kernel; empty where it does not say."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def pid_namespace() -> str:

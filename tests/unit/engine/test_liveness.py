@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardstore.cluster.boot import read_boot_id
 from shardstore.engine.liveness import (
     RunRecord,
     decode_record,
@@ -21,7 +22,6 @@ from shardstore.engine.liveness import (
     judge,
     left,
     process_started,
-    read_boot_id,
     record_of_this,
 )
 

@@ -19,7 +19,7 @@ _CALLS = {
 _MODULES = {"os", "shutil", "tempfile"}
 _KERNEL_FILES = {
     "tiers/pages.py": 1,  # size of a huge page
-    "cluster/connect.py": 1,  # boot id
+    "cluster/boot.py": 1,
     "engine/liveness.py": 2,  # processes, in /proc
     "cluster/signals.py": 3,  # a pipe between threads
 }
