@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${VENV:-${VIRTUAL_ENV:-.venv}}"
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 bin="$(cd "$venv/bin" && pwd)"
-"$bin/python" -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+"$bin/python" -m pip install --quiet -c constraints.txt -e '.[dev,examples,servers]'
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .
