@@ -123,6 +123,7 @@ class PendingSave:
     """This rank's file is on its disk, and may be passed on to the root."""
     written_bytes: int = 0
     """Of this rank's file, on the way to the root; told by who writes."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
     held_s: float = 0.0
     """How long its writing gave way to that of a newer one."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -135,6 +136,11 @@ class PendingSave:
     """This rank's spill is over, or was not needed."""
     settled: threading.Event = field(default_factory=threading.Event)
     """The outcome is known and what it entails (retention, cleaning up) is done here."""
+
+    def count_written(self, num_bytes: int) -> None:
+        """So many bytes more are on their way to the root. From any thread."""
+        with self.counting:
+            self.written_bytes += num_bytes
 
     @property
     def label(self) -> str:
