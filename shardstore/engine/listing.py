@@ -113,14 +113,14 @@ def list_session(session: Session) -> list[SnapshotInfo]:
             if i in near
         }
     if session.catalog is not None:
-        on_root = set(session.catalog.ids())
-        for snapshot_id in on_root & found.keys():
+        overview = session.catalog.overview()
+        for snapshot_id in overview.names.keys() & found.keys():
             # What a restore would pass over is not listed, whole as the memory copy may be.
-            if session.catalog.state(snapshot_id) in ("aborted", "damaged"):
+            if overview.state(snapshot_id) in ("aborted", "damaged"):
                 del found[snapshot_id]
-        for manifest in session.catalog.committed():
+        for manifest in overview.committed():
             tiers = near.get(manifest.id, ()) if manifest.id in found else ()
-            pinned = manifest.id in session.pinned or session.catalog.is_pinned(manifest.id)
+            pinned = manifest.id in session.pinned or "pinned" in overview.marks(manifest.id)
             found[manifest.id] = info_of(manifest, (*tiers, "root"), pinned=pinned)
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 
@@ -142,7 +142,8 @@ def list_snapshots(
     if resolved is None:
         raise ValueError("root must be a path or a URL")
     catalog = Catalog(open_root(resolved, FileOps(), storage_options=storage_options))
+    overview = catalog.overview()
     return [
-        info_of(manifest, ("root",), pinned=catalog.is_pinned(manifest.id))
-        for manifest in catalog.committed()
+        info_of(manifest, ("root",), pinned="pinned" in overview.marks(manifest.id))
+        for manifest in overview.committed()
     ]

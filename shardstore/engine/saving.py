@@ -151,7 +151,7 @@ class SavePipeline:
                 self._session,
                 save,
                 "sealed",
-                tier=self._session.outermost.tier if save.streamed else "memory",
+                tier=save.streamed.tier if save.streamed else "memory",
             )
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
@@ -263,8 +263,9 @@ class SavePipeline:
             self._ops.point("spill")
             started = time.monotonic()
             done: bool | None = None
+            is_streamed_there = save.streamed is not None and save.streamed.tier == "disk"
             by_disk = session.on_disk is not None and save.streamed is None
-            if by_disk and not (is_urgent and session.catalog is not None):
+            if is_streamed_there or (by_disk and not (is_urgent and session.catalog is not None)):
                 done = write_to_disk(session, save)
                 if done and session.catalog is not None:
                     self._count_written(save, started, "disk")

@@ -26,11 +26,13 @@ from shardstore.engine.sealed import SealedShard
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
 from shardstore.engine.urgency import Urgency
+from shardstore.errors import TierError
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.places import is_momentary
 from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True):
     cause: str
     """Type and text of the first cause."""
     failed_ranks: tuple[int, ...] = ()
+    is_outage: bool = False
+    """The root did not answer for so long: this may pass, and what is near is whole."""
     is_skip: bool = False
     """No failure: a rank had no memory free, and on_full="skip" says to leave this save out."""
 
@@ -68,7 +72,8 @@ class Completion(msgspec.Struct, frozen=True):
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Describe an exception of this rank."""
     ranks = getattr(error, "failed_ranks", ()) or getattr(error, "missing_ranks", ()) or (rank,)
-    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks))
+    is_outage = isinstance(error, TierError) and is_momentary(error)
+    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks), is_outage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +224,11 @@ class Session:
     def is_ending(self) -> bool:
         """The scheduler has given notice: the process ends soon."""
         return self.grace is not None and self.grace.has_begun
+
+    @property
+    def is_root_failing(self) -> bool:
+        """Whether the root has not answered for a while."""
+        return self.catalog is not None and self.catalog.tier.is_failing
 
     def in_time(self, seconds: float) -> float:
         """So many seconds, or as many as a grace period leaves."""

@@ -144,6 +144,8 @@ class Register(msgspec.Struct, frozen=True):
     shards: tuple[_ShardSize, ...]
     metadata: object
     persist: bool | msgspec.UnsetType = msgspec.UNSET
+    reason: str = ""
+    """Why it was aborted."""
 
     @property
     def is_counted(self) -> bool:

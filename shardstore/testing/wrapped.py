@@ -8,7 +8,7 @@ from types import TracebackType
 from shardstore.errors import TierError
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.base import Found, RootTier, ShardReader, ShardWriter
+from shardstore.tiers.base import RootTier, ShardReader, ShardWriter, Survey
 
 
 class WrappedTier:
@@ -63,7 +63,7 @@ class WrappedTier:
         self.enter("list_ids")
         return self.inner.list_ids()
 
-    def survey(self) -> dict[SnapshotId, dict[str, Found]]:
+    def survey(self) -> Survey:
         """See RootTier."""
         self.enter("survey")
         return self.inner.survey()
@@ -94,6 +94,11 @@ class WrappedTier:
         """See RootTier."""
         self.enter("read_manifests")
         return self.inner.read_manifests(ids)
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """See RootTier."""
+        self.enter("register_tag")
+        return self.inner.register_tag(snapshot_id)
 
     def create_manifest(
         self,

@@ -28,8 +28,18 @@ class Found(NamedTuple):
     """A file in a root, as a listing shows it."""
 
     nbytes: int
+    """-1: not looked at."""
     tag: str = ""
     """Unequal for two contents of one name; empty where the tier has nothing like it."""
+
+
+class Survey(NamedTuple):
+    """A root at one moment."""
+
+    attempts: dict[SnapshotId, dict[str, Found]]
+    """Files in the folder of every attempt, by name."""
+    names: tuple[str, ...]
+    """Of the files in the root itself."""
 
 
 class ShardReader(Protocol):
@@ -131,8 +141,8 @@ class RootTier(Protocol):
         """Every attempt that has a folder here, in any state, unordered."""
         ...
 
-    def survey(self) -> dict[SnapshotId, dict[str, Found]]:
-        """All attempts and the files in their folders, by name: one look, whatever their number."""
+    def survey(self) -> Survey:
+        """All attempts and the files in their folders: one look, whatever their number."""
         ...
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
@@ -155,6 +165,10 @@ class RootTier(Protocol):
         self, ids: Collection[SnapshotId]
     ) -> dict[SnapshotId, bytes | TierError | None]:
         """Many registers, each as from `read_manifest`, or why it cannot be read."""
+        ...
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """Tag of the register, as in a survey; empty if there is none."""
         ...
 
     def create_manifest(

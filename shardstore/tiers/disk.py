@@ -19,7 +19,7 @@ from shardstore.format.manifest import (
 )
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.base import Found
+from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
 from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.marks import drop_mark, marks_among, put_mark
@@ -69,7 +69,10 @@ class DiskTier:
 
     def list_ids(self) -> list[SnapshotId]:
         """Every attempt that has a folder here; foreign names, links and files are passed over."""
-        found = (SnapshotId.parse(name) for name in self._names(self.location, "list"))
+        return self._ids_among(self._names(self.location, "list"))
+
+    def _ids_among(self, names: Iterable[str]) -> list[SnapshotId]:
+        found = (SnapshotId.parse(name) for name in names)
         return [i for i in found if i is not None and self._may_be_folder(self._folder(i))]
 
     @staticmethod
@@ -82,16 +85,17 @@ class DiskTier:
         except OSError:
             return True
 
-    def survey(self) -> dict[SnapshotId, dict[str, Found]]:
-        """See RootTier. A folder that cannot be listed is passed over, like one that is gone."""
-        found = {}
-        for snapshot_id in self.list_ids():
+    def survey(self) -> Survey:
+        """See RootTier; sizes are not looked at. A folder that cannot be listed seems empty."""
+        attempts: dict[SnapshotId, dict[str, Found]] = {}
+        names = self._names(self.location, "list")
+        for snapshot_id in self._ids_among(names):
             try:
-                names = self.list_names(snapshot_id.name)
+                found = self._names(self._folder(snapshot_id), "list")
             except TierError:
-                names = []
-            found[snapshot_id] = {name: Found(nbytes) for name, nbytes in names}
-        return found
+                found = []
+            attempts[snapshot_id] = dict.fromkeys(found, Found(-1))
+        return Survey(attempts, tuple(names))
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -176,6 +180,11 @@ class DiskTier:
             except TierError as error:
                 found[snapshot_id] = error
         return found
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """See RootTier: files have nothing that always differs."""
+        del snapshot_id
+        return ""
 
     def _read_small(self, path: str, limit: int, *, opening: bytes = b"") -> bytes | None:
         """Content of a record, None if there is none; its beginning where that is not `opening`."""

@@ -66,7 +66,7 @@ class MemoryStore:
     def get(self, key: str, start: int, into: memoryview) -> int:
         """See ObjectStore."""
         with _LOCK:
-            data = self._fs.cat_file(self._path(key))[start : start + len(into)]
+            data = self._fs.cat_file(self._path(key), start=start, end=start + len(into))
         into[: len(data)] = data
         self._link.moved(len(data))
         return len(data)

@@ -120,7 +120,8 @@ class Requests:
         patience = self._patience
         retrying = Retrying(
             retry=retry_if_exception(lambda error: isinstance(error, Fault) and error.is_retryable),
-            wait=wait_fixed(_FIRST_WAIT_S) + wait_random_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S),
+            wait=wait_fixed(_FIRST_WAIT_S)
+            + wait_random_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             stop=stop_after_delay(patience.behind_s if is_behind else patience.fore_s)
             | stop_when_event_set(self._leaving),
             sleep=sleep_using_event(self._leaving),

@@ -21,7 +21,7 @@ from shardstore.format.manifest import (
 )
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.base import Found
+from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.marks import marks_among
 from shardstore.tiers.remote.faults import Fault
 from shardstore.tiers.remote.objects import Entry, Listing
@@ -126,15 +126,18 @@ class RemoteTier:
         found = (SnapshotId.parse(name) for name in self._listing("").folders)
         return [snapshot_id for snapshot_id in found if snapshot_id is not None]
 
-    def survey(self) -> dict[SnapshotId, dict[str, Found]]:
+    def survey(self) -> Survey:
         """See RootTier: one listing of everything."""
-        found: dict[SnapshotId, dict[str, Found]] = {}
+        attempts: dict[SnapshotId, dict[str, Found]] = {}
+        names = []
         for key, entry in self._listing("", is_flat=True).objects.items():
             folder, slash, name = key.partition("/")
             snapshot_id = SnapshotId.parse(folder) if slash else None
-            if snapshot_id is not None and "/" not in name:
-                found.setdefault(snapshot_id, {})[name] = Found(entry.nbytes, entry.tag)
-        return found
+            if not slash:
+                names.append(key)
+            elif snapshot_id is not None and "/" not in name:
+                attempts.setdefault(snapshot_id, {})[name] = Found(entry.nbytes, entry.tag)
+        return Survey(attempts, tuple(names))
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -165,6 +168,14 @@ class RemoteTier:
 
         entry = self._run("open", key, look)
         return RemoteReader(self._requests, self.name, key, entry.nbytes)
+
+    def probe_writer(self, key: str, nbytes: int) -> RemoteWriter:
+        """A shard's writer for any object in the root itself: to try out how storage works."""
+        return RemoteWriter(self._requests, key, nbytes)
+
+    def probe_reader(self, key: str, nbytes: int) -> RemoteReader:
+        """The same for reading."""
+        return RemoteReader(self._requests, self.name, key, nbytes)
 
     def make_durable(self, snapshot_id: SnapshotId, ranks: Iterable[int]) -> None:
         """What can be seen on an object store is durable; that it can be seen is checked."""
@@ -206,6 +217,12 @@ class RemoteTier:
             return {}
         with ThreadPoolExecutor(min(len(ids), self._store.num_parallel)) as pool:
             return dict(zip(ids, pool.map(read, ids), strict=True))
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """See RootTier."""
+        key = f"{snapshot_id.name}/{MANIFEST_NAME}"
+        entry = self._run("look at", key, lambda: self._store.entry(key))
+        return "" if entry is None else entry.tag
 
     def _read_small(self, key: str, limit: int, opening: bytes = b"") -> bytes | None:
         """A record, None if there is none; its beginning where that is not `opening`."""
