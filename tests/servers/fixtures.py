@@ -8,6 +8,9 @@ from typing import Protocol, TypeVar
 
 import pytest
 
+from tests.servers.azure import AzuriteServer
+from tests.servers.gcs import FakeGcsServer
+from tests.servers.openssh import SftpServer
 from tests.servers.process import ServerUnavailableError
 from tests.servers.s3 import MotoServer, RcloneServer
 
@@ -44,3 +47,21 @@ def s3_server() -> Iterator[MotoServer]:
 def deviant_s3_server() -> Iterator[RcloneServer]:
     """S3 that ignores exclusive create: rclone."""
     yield from _served("deviant", RcloneServer)
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzuriteServer]:
+    """Azure: Azurite."""
+    yield from _served("azure", AzuriteServer)
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[FakeGcsServer]:
+    """Google Cloud Storage: fake-gcs-server."""
+    yield from _served("gcs", FakeGcsServer)
+
+
+@pytest.fixture(scope="session")
+def sftp_server() -> Iterator[SftpServer]:
+    """OpenSSH's sftp, with a key."""
+    yield from _served("sftp", SftpServer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 
+from tests.servers.azure import AzuriteServer
+from tests.servers.gcs import FakeGcsServer
+from tests.servers.openssh import SftpServer
 from tests.servers.s3 import MotoServer, RcloneServer
 
 
@@ -56,3 +60,46 @@ def test_only_one_of_the_s3_servers_honours_exclusive_create(
         was_refused = error.response["ResponseMetadata"]["HTTPStatusCode"] == 412
     assert was_refused == is_refused
     assert s3.client.get_object(**where)["Body"].read() == (b"first" if is_refused else b"second")
+
+
+def test_azure_gives_back_what_was_put_and_honours_exclusive_create(
+    azure_server: AzuriteServer,
+) -> None:
+    adlfs, root = pytest.importorskip("adlfs"), azure_server.fresh()
+    client = adlfs.AzureBlobFileSystem(**azure_server.storage_options, skip_instance_cache=True)
+    client.pipe_file(f"{root}/a b/#1", b"0123456789")
+    assert client.cat_file(f"{root}/a b/#1", start=2, end=5) == b"234"
+    with pytest.raises(FileExistsError):
+        client.pipe_file(f"{root}/a b/#1", b"other", mode="create")
+
+
+def test_gcs_gives_back_what_was_put_and_honours_exclusive_create(
+    gcs_server: FakeGcsServer,
+) -> None:
+    gcsfs, root = pytest.importorskip("gcsfs.core"), gcs_server.fresh()
+    client = gcsfs.GCSFileSystem(**gcs_server.storage_options, skip_instance_cache=True)
+    client.pipe_file(f"{root}/a b/#1", b"0123456789")
+    assert client.cat_file(f"{root}/a b/#1", start=2, end=5) == b"234"
+    with pytest.raises(FileExistsError):
+        client.pipe_file(f"{root}/a b/#1", b"other", mode="create")
+
+
+def test_sftp_lets_its_user_in_by_key_and_nobody_else(sftp_server: SftpServer) -> None:
+    paramiko = pytest.importorskip("paramiko")
+    with paramiko.SSHClient() as client:
+        client.get_host_keys().add(
+            f"[127.0.0.1]:{sftp_server.port}",
+            "ssh-ed25519",
+            paramiko.Ed25519Key(data=base64.b64decode(sftp_server.host_key.split()[1])),
+        )
+        client.connect("127.0.0.1", **sftp_server.storage_options)
+        with client.open_sftp() as sftp:
+            folder = sftp_server.fresh().removeprefix("sftp://127.0.0.1")
+            sftp.mkdir(folder)
+            with sftp.open(f"{folder}/#1 ü", "wx") as file:
+                file.write(b"0123456789")
+            with pytest.raises(OSError), sftp.open(f"{folder}/#1 ü", "wx"):
+                pass
+            assert sftp.stat(f"{folder}/#1 ü").st_size == 10
+        with pytest.raises(paramiko.AuthenticationException):
+            client.connect("127.0.0.1", **{**sftp_server.storage_options, "username": "root"})
