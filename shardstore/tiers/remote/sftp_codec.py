@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final
 
-from shardstore.tiers.remote.faults import Fault
+from shardstore.tiers.remote.faults import Fault, FaultKind
 
 LONGEST_ANSWER: Final = 1 << 20
 
@@ -71,10 +71,11 @@ class Flags(IntFlag):
 class Status(Exception):  # noqa: N818 - an answer, which the store judges
     """The server answered a request with something else than OK."""
 
-    def __init__(self, code: int, text: str) -> None:
-        """By the protocol's codes."""
+    def __init__(self, code: int, text: str, *, kind: FaultKind | None = None) -> None:
+        """By the protocol's codes; `kind` where more is known than those say."""
         super().__init__(f"{text or 'no reason given'} (SFTP status {code})")
         self.code = code
+        self.kind = kind
         self.text = text
 
 
@@ -159,8 +160,8 @@ class Body:
 
 
 def text(value: str) -> bytes:
-    """A path as a field; bytes that are not UTF-8 come back as they were listed."""
-    return field(value.encode("utf-8", "surrogateescape"))
+    """A path as a field."""
+    return field(value.encode("utf-8", "surrogatepass"))
 
 
 def field(value: bytes) -> bytes:
@@ -186,12 +187,12 @@ def listed_names(body: bytes) -> Iterator[tuple[str, Attributes]]:
     """What one answer says is in a folder."""
     fields = Body(body)
     for _ in range(fields.u32()):
-        name = fields.string().decode("utf-8", "surrogateescape")
+        name = fields.string().decode("utf-8", "replace")
         fields.string()  # as `ls -l` would print it
         attributes = fields.attributes()
         if "/" in name:
             raise not_sftp()
-        if name not in (".", ".."):
+        if name not in (".", "..") and "\ufffd" not in name:  # which is no key
             yield name, attributes
 
 

@@ -303,6 +303,8 @@ class _TimedChannel:
 
 def fault_of_status(answer: Status) -> Fault:
     """What an answer that nobody expected means."""
+    if answer.kind is not None:
+        return Fault(answer.kind, answer.text)
     if answer.code == Code.PERMISSION_DENIED:
         return Fault("denied", str(answer))
     if answer.code in (Code.NO_CONNECTION, Code.CONNECTION_LOST):
