@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ class TestSFTPStore(ObjectStoreSuite):
     part_nbytes = 600_000
 
     @pytest.fixture(autouse=True)
-    def _folder(self, sftp_server: SftpServer) -> Iterator[None]:
+    def _folder(self, sftp_server: SftpServer) -> None:
         self.server = sftp_server
         self.files = Path(sftp_server.files) / f"test-{uuid.uuid4().hex[:8]}"
-        yield
 
     def make_store(self, root: str, link: Link) -> SFTPStore:
         return SFTPStore(
