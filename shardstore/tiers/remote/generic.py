@@ -189,6 +189,11 @@ class GenericStore:
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
                     pass
+            for folder in {key.rpartition("/")[0] for key in keys} - {""}:
+                try:
+                    self._fs.rmdir(self._path(folder))
+                except Exception:  # noqa: BLE001, S110 - it is not empty, or there is none
+                    pass
 
         self._call(remove)
 

@@ -42,12 +42,13 @@ def open_remote(
     """
     link = Link(stall_s=min(_MAX_STALL_S, max(1.0, timeout_s / 6)))
     patience = Patience(fore_s=min(_MAX_FORE_S, timeout_s / 3), behind_s=timeout_s * 0.8)
-    store = _open_store(location, dict(storage_options or {}), link)
+    store = open_store(location, dict(storage_options or {}), link)
     requests = Requests(store, name="root", ops=ops, patience=patience)
     return RemoteTier(requests, visible_s=min(30.0, timeout_s / 4))
 
 
-def _open_store(location: str, options: dict[str, Any], link: Link) -> ObjectStore:
+def open_store(location: str, options: dict[str, Any], link: Link) -> ObjectStore:
+    """The client for a resolved URL, with these storage_options; see `open_remote`."""
     protocol, rest = split_url(location)
     bucket, _, prefix = rest.partition("/")
     try:
@@ -56,9 +57,9 @@ def _open_store(location: str, options: dict[str, Any], link: Link) -> ObjectSto
 
             return S3Store(bucket, prefix, storage_options=options, link=link)
         if protocol in ("gs", "gcs"):
-            from shardstore.tiers.remote.gcs import GcsStore
+            from shardstore.tiers.remote.gcs import GCSStore
 
-            return GcsStore(bucket, prefix, storage_options=options, link=link)
+            return GCSStore(bucket, prefix, storage_options=options, link=link)
         if protocol in ("az", "abfs", "abfss"):
             from shardstore.tiers.remote.azure import AzureStore
 
@@ -67,9 +68,12 @@ def _open_store(location: str, options: dict[str, Any], link: Link) -> ObjectSto
                 options.setdefault("account_name", account.split(".")[0])
             return AzureStore(container, prefix, storage_options=options, link=link)
         if protocol in ("sftp", "ssh"):
-            from shardstore.tiers.remote.sftp import SftpStore
+            from shardstore.tiers.remote.sftp import SFTPStore
 
-            return SftpStore(bucket, prefix, storage_options=options, link=link)
+            user, at, host = bucket.rpartition("@")
+            host, _, port = host.partition(":")
+            given = {**({"username": user} if at else {}), **({"port": int(port)} if port else {})}
+            return SFTPStore(host, f"/{prefix}", storage_options={**given, **options}, link=link)
         return _open_any(protocol, location, options, link)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
