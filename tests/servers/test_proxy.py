@@ -268,7 +268,7 @@ def test_rates_hold_for_each_connection_and_in_total(proxy: Proxy, key: str) -> 
     assert time_s(1) >= 0.3
     assert time_s(3) < 0.3 * 3
     proxy.limit(total=rate)
-    assert time_s(3) >= 0.3 * 3
+    assert time_s(3) >= 0.3 * 3 - 0.1
     proxy.limit(delay_s=0.1)
     assert time_s(1) >= 0.2
     assert proxy.totals().max_parallel == 3
@@ -401,7 +401,7 @@ def test_plain_tcp_is_paced(echo: Proxy) -> None:
     begin = time.monotonic()
     with _connected(echo) as sock:
         assert _echoed(sock, BODY[:30_000]) == BODY[:30_000]
-    assert time.monotonic() - begin >= 0.25
+    assert time.monotonic() - begin >= 0.2
 
 
 def test_an_unknown_argument_of_a_fault_is_refused(echo: Proxy) -> None:

@@ -216,7 +216,7 @@ class Proxy:
     def _add(
         self, kind: Kind, match: dict[str, Any], stage: Stage = "head", at: int = 0, **options: Any
     ) -> Fault:
-        known = {"method", "path", "times", "skip"}
+        known = {"method", "path", "body", "times", "skip"}
         assert match.keys() <= known, f"unknown: {sorted(match.keys() - known)}"
         return Fault(
             self, self.order("add", kind=kind, stage=stage, at=at, options=options, **match)
