@@ -76,6 +76,8 @@ class Proxy:
             PYTHONPATH=str(_REPOSITORY),
         )  # fmt: skip
         self.port: Final = self._process.port
+        self.pid: Final = self._process.pid
+        self.folder: Final = self._process.folder
 
     def __enter__(self) -> Proxy:
         return self
@@ -205,7 +207,7 @@ class Proxy:
     def order(self, name: str, **arguments: Any) -> Any:
         """Have the proxy's process do something, and wait until it has."""
         with socket.socket(socket.AF_UNIX) as control:
-            control.connect(str(self._process.folder / "control"))
+            control.connect(str(self.folder / "control"))
             with control.makefile("rwb") as file:
                 file.write(json.dumps([name, arguments]).encode() + b"\n")
                 file.flush()
