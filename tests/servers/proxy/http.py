@@ -14,6 +14,8 @@ from tests.servers.proxy.message import Framing, Head, error_answer
 from tests.servers.proxy.rules import Rule, Rules, Stage
 from tests.servers.proxy.wire import EndedError, Limits, Pace, Side, chunks
 
+_BEGINNING: Final = 4096
+
 
 class _StruckError(Exception):
     """The fault has been carried out; the connection is over."""
@@ -75,10 +77,15 @@ class HttpConnection:
             self._client.be_paced()
         self._counts.moved(nbytes, is_up=True)
         time.sleep(self._limits.delay_s)
+        self._up.restart()
         method, target = head.first.split(" ")[:2]
         self._is_last = head.is_last()
         request = self._counts.add(method, target)
-        rule = self._shared.rules.match(method, target)
+        beginning = b""
+        framing = head.request_body()
+        if self._shared.rules.wants_body() and isinstance(framing, int) and not head.get("expect"):
+            beginning = self._client.peek(min(framing, _BEGINNING))
+        rule = self._shared.rules.match(method, target, beginning)
         request.fault = rule.kind if rule is not None else None
         self._strike(rule, "head")
         if (head.get("expect") or "").lower() == "100-continue":
@@ -168,6 +175,7 @@ class HttpConnection:
         self, method: str, answer: Head, request: Request, rule: Rule | None, asked: str | None
     ) -> None:
         assert self._server is not None
+        self._down.restart()
         framing = answer.answer_body(method)
         is_cut = rule is not None and rule.stage == "response"
         left = rule.at if rule is not None and is_cut else None
