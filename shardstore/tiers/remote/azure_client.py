@@ -195,7 +195,7 @@ class AzureClient:
             from azure.identity.aio import ClientSecretCredential
 
             credential = self._credential = ClientSecretCredential(
-                options.get("tenant_id"), options["client_id"], options["client_secret"]
+                str(options.get("tenant_id")), options["client_id"], options["client_secret"]
             )
         elif not credential and not options.get("anon"):
             from azure.identity.aio import DefaultAzureCredential

@@ -70,10 +70,11 @@ def drop_blocks(client: AzureClient, name: str) -> None:
     """
 
     async def request(client: Any, _watch: Watch) -> None:
-        blob = client.get_blob_client(name)
-        made = await blob.upload_blob(b"", overwrite=False)
         from azure.core import MatchConditions
 
+        blob = client.get_blob_client(name)
+        # Not `upload_blob`: to Azurite, a blob without a commit exists then.
+        made = await blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
         await blob.delete_blob(etag=made["etag"], match_condition=MatchConditions.IfNotModified)
 
     try:
