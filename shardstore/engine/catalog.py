@@ -243,24 +243,25 @@ class Catalog:
             if not vanished or snapshot_id in self.tier.list_ids():
                 raise
 
-    def remove_aborted(self, *, spare_runs: Collection[int] = ()) -> None:
-        """Remove the bytes of what is off the list; a failure is told and tried next time."""
+    def remove_aborted(self, *, spare_runs: Collection[int] = ()) -> set[SnapshotId]:
+        """Remove the bytes of what is off the list; what could not be removed, which is told."""
         for name in self.tier.list_deleted():
             try:
                 self.tier.remove_deleted(name)
             except TierError as error:
                 _LOG.warning("%s (it is no snapshot any more; removal is tried again)", error)
         overview = self.overview()
-        for snapshot_id in overview.ids:
-            if snapshot_id.run not in spare_runs and overview.state(snapshot_id) == "aborted":
-                self.try_remove(snapshot_id)
+        aborted = [i for i in overview.ids if overview.state(i) == "aborted"]
+        return {i for i in aborted if i.run not in spare_runs and not self.try_remove(i)}
 
-    def try_remove(self, snapshot_id: SnapshotId) -> None:
-        """Remove the bytes of an aborted attempt; a failure is told and tried next time."""
+    def try_remove(self, snapshot_id: SnapshotId) -> bool:
+        """Remove the bytes of an aborted attempt; whether it worked. A failure is told and tried next time."""
         try:
             self.tier.remove(snapshot_id)
         except TierError as error:
             _LOG.warning("%s (%s is no longer listed; removal is tried again)", error, snapshot_id)
+            return False
+        return True
 
     # ------------------------------------------------------------------- marks
 

@@ -50,6 +50,8 @@ class Outcomes:
         self._has_freed_absent = False
         self._has_cleared = False
         self._has_looked = False
+        self._unremoved: set[SnapshotId] = set()
+        """Off the list, and could not be removed."""
 
     def learn_complete(self, save: PendingSave) -> bool:
         """Learn whether all ranks sealed: one write-once key. P moves; with memory alone that is all.
@@ -158,11 +160,12 @@ class Outcomes:
                     return
                 self._ops.point("remove old")
                 if catalog.tier.keeps_index and self._has_looked:
-                    for snapshot_id in released:  # a look at all of it is many requests
-                        catalog.try_remove(snapshot_id)
+                    # A look at all of it is many requests.
+                    due = sorted({*released} | self._unremoved, key=lambda i: i.order)
+                    self._unremoved = {i for i in due if not catalog.try_remove(i)}
                 else:
                     self._has_looked = True
-                    catalog.remove_aborted(spare_runs=session.other_runs)
+                    self._unremoved = catalog.remove_aborted(spare_runs=session.other_runs)
                 if session.keep is not None and not self._has_cleared:
                     self._has_cleared = True
                     self._remove_orphans(catalog)

@@ -56,7 +56,7 @@ def check_remote(tier: RootTier, rank: int) -> None:
 
 def is_momentary(error: TierError) -> bool:
     """Whether a fault of remote storage may pass by itself."""
-    return bool(getattr(error.__cause__, "is_retryable", False))
+    return bool(getattr(error.__cause__, "may_pass", False))
 
 
 def doubts_about_root(root: str, memory_dir: str | None, ops: FileOps) -> str | None:

@@ -33,6 +33,9 @@ class Fault(OSError):  # noqa: N818 - the tier's errors are made from it
     bucket` or `refused`.
     """
 
+    is_final: bool = False
+    """The request cannot be made again, whatever the cause: what it built upon is lost."""
+
     def __init__(self, kind: FaultKind, detail: str) -> None:
         """`detail` is what the client said, without credentials."""
         super().__init__(_ERRNO[kind], f"{kind}: {detail}")
@@ -40,6 +43,11 @@ class Fault(OSError):  # noqa: N818 - the tier's errors are made from it
         self.detail = detail
 
     @property
+    def may_pass(self) -> bool:
+        """Whether the cause may be gone later, by itself."""
+        return self.kind in _RETRYABLE
+
+    @property
     def is_retryable(self) -> bool:
         """Whether the same request may succeed later."""
-        return self.kind in _RETRYABLE
+        return self.may_pass and not self.is_final

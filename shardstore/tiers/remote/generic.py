@@ -21,6 +21,11 @@ T = TypeVar("T")
 _PART_BYTES: Final = 8 << 20
 _DENIED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_LASTING: Final = (
+    errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOTSUP,
+    errno.ENOSYS, errno.EFBIG, errno.EBUSY, errno.ELOOP, errno.EXDEV,
+)  # fmt: skip
+"""The same call would be answered the same for a while: nobody waits for it."""
 _TAGS: Final = ("ETag", "etag", "generation", "checksum", "mtime", "LastModified", "last_modified", "created")  # fmt: skip
 
 
@@ -78,10 +83,11 @@ class GenericStore:
         folders: set[str] = set()
         waiting = [prefix.rstrip("/")]
         while waiting:
-            for info in self._call(partial(self._ls, waiting.pop())):
-                key = info["name"].rstrip("/").removeprefix(self._root).lstrip("/")
-                if not key:
-                    continue
+            folder = waiting.pop()
+            for info in self._call(partial(self._ls, folder)):
+                # Clients spell the way to it in more than one way.
+                name = info["name"].rstrip("/").rpartition("/")[2]
+                key = f"{folder}/{name}" if folder else name
                 if info.get("type") != "directory":
                     objects[key] = _entry_of(info)
                 elif is_flat:
@@ -100,8 +106,9 @@ class GenericStore:
                 found = self._fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # Of a file, `ls` shows the file itself.
-        return [info for info in found if info["name"].rstrip("/") != path.rstrip("/")]
+        # Of a file, `ls` shows the file itself, and of a folder some show that, too.
+        own = path.strip("/")
+        return [info for info in found if info["name"].strip("/") != own]
 
     def entry(self, key: str) -> Entry | None:
         """See ObjectStore."""
@@ -154,11 +161,16 @@ class GenericStore:
                 self._fs.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
-            except (TypeError, ValueError, NotImplementedError):
+            except (TypeError, ValueError, NotImplementedError, FileNotFoundError):
+                pass  # it has no such mode, or takes it for another one
+            else:
                 self._fresh()
                 if self._fs.exists(path):
-                    return False
-                self._fs.pipe_file(path, data)
+                    return True
+            self._fresh()
+            if self._fs.exists(path):
+                return False
+            self._fs.pipe_file(path, data)
             return True
 
         return self._call(write, len(data))
@@ -184,11 +196,16 @@ class GenericStore:
         """See ObjectStore."""
 
         def remove() -> None:
+            failed: Exception | None = None
             for key in keys:
                 try:
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
                     pass
+                except Exception as error:  # noqa: BLE001 - the others are removed first
+                    failed = failed or error
+            if failed is not None:
+                raise failed
             for folder in {key.rpartition("/")[0] for key in keys} - {""}:
                 try:
                     self._fs.rmdir(self._path(folder))
@@ -217,44 +234,52 @@ class _InOrder:
         self._file: Any = None
         self._next = 0
         self._is_complete = False
-        self._is_broken = False
+        self._failed: Fault | None = None
 
     def put(self, index: int, data: memoryview) -> None:
         """See PartUpload. What went wrong once is not tried again: how much of it arrived is unknown."""
-        if self._is_broken:
-            raise Fault("refused", f"an earlier part of {self._key} failed")
         assert index == self._next, "parts come in order"
         store = self._store
 
+        def begin() -> None:
+            store._make_parent(self._key)  # noqa: SLF001 - one class in two
+            self._file = store._fs.open(store._path(self._key), "wb")  # noqa: SLF001
+
         def write() -> None:
-            if self._file is None:
-                store._make_parent(self._key)  # noqa: SLF001 - one class in two
-                self._file = store._fs.open(store._path(self._key), "wb")  # noqa: SLF001
             sent = self._file.write(bytes(data))
             if sent is not None and sent != len(data):
                 raise OSError(errno.EIO, f"{sent} of {len(data)} bytes were taken")
 
-        self._is_broken = True
-        store._call(write, len(data))  # noqa: SLF001
-        self._is_broken = False
+        if self._file is None and self._failed is None:
+            store._call(begin)  # noqa: SLF001
+        self._once(write, len(data))
         self._next += 1
+
+    def _once(self, call: Callable[[], object], nbytes: int = 0) -> None:
+        """Make a call of which a second one would do something else."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._store._call(call, nbytes)  # noqa: SLF001
+        except OSError as error:
+            self._failed = error if isinstance(error, Fault) else _fault_of(error)
+            self._failed.is_final = True
+            raise self._failed from error.__cause__ or error
 
     def complete(self) -> None:
         """See PartUpload. What `close` raises fails the upload."""
         if self._is_complete:
             return
-        if self._is_broken or self._file is None:
+        if self._file is None:
             raise Fault("refused", f"a part of {self._key} is missing")
-        self._is_broken = True
-        self._store._call(self._file.close)  # noqa: SLF001
-        self._is_broken = False
+        self._once(self._file.close)
         self._is_complete = True
 
     def abort(self) -> None:
         """See PartUpload."""
         if self._is_complete:
             return
-        file, self._file, self._is_broken = self._file, None, True
+        file, self._file = self._file, None
         if file is None:
             return
 
@@ -288,6 +313,6 @@ def _fault_of(error: Exception) -> Fault:
         return Fault("unreachable", text)
     if code in _FULL:
         return Fault("full", text)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and code not in _LASTING:
         return Fault("broken", text)
     return Fault("refused", text)

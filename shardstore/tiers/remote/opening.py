@@ -111,7 +111,10 @@ def _open_any(protocol: str, location: str, options: dict[str, Any], link: Link)
         fs = client(**options)
         root = _path_of(fs, location)
         return MemoryStore(fs, root, location=location, link=link)
-    fs = client(**{"skip_instance_cache": True, "use_listings_cache": False, **options})
+    try:
+        fs = client(**{"skip_instance_cache": True, "use_listings_cache": False, **options})
+    except TypeError:  # some take no option that they do not know
+        fs = client(**{"skip_instance_cache": True, **options})
     return GenericStore(fs, _path_of(fs, location), kind=protocol, location=location, link=link)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -32,6 +33,7 @@ from shardstore.tiers.removing import is_ours, is_run_temp, is_temp
 
 T = TypeVar("T")
 
+_LOG: Final = logging.getLogger("shardstore")
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _FIRST_READ_NBYTES: Final = 256 << 10
@@ -407,7 +409,10 @@ class RemoteTier:
                 "write", key, lambda: self._store.create(key, data), changes=True, is_behind=True
             )
         finally:
-            self._delete([key], key)
+            try:
+                self._delete([key], key)
+            except TierError as error:  # some buckets allow no removal: they can be saved to all the same
+                _LOG.warning("%s That small object stays, and so will old snapshots", error)
 
     def claim_run(self, run: int, record: bytes) -> bool:
         """Create `run-XXXXXXXX.json`; False if another job has that number."""
