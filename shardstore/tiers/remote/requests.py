@@ -49,12 +49,13 @@ _REMEDIES: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request is tried again, in seconds since it began."""
+    """How long a request is tried again, in seconds."""
 
     fore_s: float
-    """Where a caller waits: listing, restoring."""
+    """Where a caller waits: listing, restoring. Since the storage failed first: a restore makes many requests,
+    and an outage costs it this time once."""
     behind_s: float
-    """Where training goes on meanwhile: writing."""
+    """Where training goes on meanwhile: writing. Since the request began."""
 
 
 class Requests:
@@ -79,6 +80,8 @@ class Requests:
         self._leaving = threading.Event()
         self._lock = threading.Lock()
         self._failing_since: float | None = None
+        self._failed_at = 0.0
+        self._last_fault: Fault | None = None
         self._told_at = 0.0
         self.waiting: Callable[[], None] = lambda: None
         """Called while a request waits for another attempt: its caller is at work, and not stuck."""
@@ -118,17 +121,21 @@ class Requests:
             TierError: It failed for good; a FileNotFoundError of `request` is its cause.
         """
         patience = self._patience
+        stop = stop_after_delay(patience.behind_s if is_behind else patience.fore_s)
+        if not is_behind:
+            stop = stop | (lambda _state: self._failing_for() >= patience.fore_s)
         retrying = Retrying(
             retry=retry_if_exception(lambda error: isinstance(error, Fault) and error.is_retryable),
             wait=wait_fixed(_FIRST_WAIT_S)
             + wait_random_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S),
-            stop=stop_after_delay(patience.behind_s if is_behind else patience.fore_s)
-            | stop_when_event_set(self._leaving),
+            stop=stop | stop_when_event_set(self._leaving),
             sleep=sleep_using_event(self._leaving),
             before_sleep=lambda state: self._note_wait(state, operation, key),
             reraise=True,
         )
         try:
+            if not is_behind:
+                self._raise_if_hanging()
             answer: T = retrying(self._once, operation, key, request, changes)
         except TierError:
             raise
@@ -139,18 +146,46 @@ class Requests:
 
     def _once(self, operation: str, key: str, request: Callable[[], T], changes: bool) -> T:
         self._ops.request(operation, key, changes=changes)
-        answer = request()
+        try:
+            answer = request()
+        except Fault as fault:
+            self._note_fault(fault)
+            raise
         if changes:
             self._ops.request(f"{operation} answered", key, changes=True)
         return answer
+
+    def _note_fault(self, fault: Fault) -> None:
+        if not fault.may_pass:
+            return
+        now = time.monotonic()
+        with self._lock:
+            # After a time in which nobody asked, nothing is known of what was before.
+            is_known = now - self._failed_at < max(self._patience.fore_s, _TELL_EVERY_S)
+            if self._failing_since is None or not is_known:
+                self._failing_since = now
+            self._failed_at, self._last_fault = now, fault
+
+    def _failing_for(self) -> float:
+        with self._lock:
+            since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _raise_if_hanging(self) -> None:
+        """Do not have a caller wait for one deadline after the other while no answer comes at all."""
+        with self._lock:
+            fault, failed_at = self._last_fault, self._failed_at
+        is_recent = time.monotonic() - failed_at < self._patience.fore_s / 2
+        is_hanging = fault is not None and fault.kind == "slow" and is_recent
+        if fault is not None and is_hanging and self._failing_for() >= self._patience.fore_s:
+            raise fault
 
     def _note_wait(self, state: RetryCallState, operation: str, key: str) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         now = time.monotonic()
         with self._lock:
-            if self._failing_since is None:
-                self._failing_since = now
-            failing_s = now - self._failing_since
+            since = self._failing_since
+            failing_s = 0.0 if since is None else now - since
             tell = failing_s > _QUIET_S and now - self._told_at > _TELL_EVERY_S
             if tell:
                 self._told_at = now
@@ -165,6 +200,7 @@ class Requests:
     def _note_answer(self) -> None:
         with self._lock:
             since, self._failing_since = self._failing_since, None
+            self._last_fault = None
             told, self._told_at = self._told_at, 0.0
         if since is not None and told:
             _LOG.warning("%s: %s works again", self._name, self.store.location)

@@ -115,12 +115,19 @@ class RemoteTier:
 
     # ----------------------------------------------------------------- listing
 
-    def _listing(self, prefix: str, *, is_flat: bool = False) -> Listing:
-        return self._run("list", prefix, lambda: self._store.listing(prefix, is_flat=is_flat))
+    def _listing(
+        self, prefix: str, *, is_flat: bool = False, is_behind: bool = False
+    ) -> Listing:
+        return self._run(
+            "list",
+            prefix,
+            lambda: self._store.listing(prefix, is_flat=is_flat),
+            is_behind=is_behind,
+        )
 
-    def _names(self, snapshot_id: SnapshotId) -> dict[str, Entry]:
+    def _names(self, snapshot_id: SnapshotId, *, is_behind: bool = False) -> dict[str, Entry]:
         prefix = f"{snapshot_id.name}/"
-        objects = self._listing(prefix).objects
+        objects = self._listing(prefix, is_behind=is_behind).objects
         return {key.removeprefix(prefix): entry for key, entry in objects.items()}
 
     def list_ids(self) -> list[SnapshotId]:
@@ -267,7 +274,7 @@ class RemoteTier:
         """Whether the shards of a commit are there. What was written may take a while to be seen."""
         deadline = time.monotonic() + self._visible_s
         while True:
-            names = self._names(snapshot_id)
+            names = self._names(snapshot_id, is_behind=True)
             missing = {*ranks} - {*_ranks_among(names)}
             if not missing and names:
                 break
