@@ -31,7 +31,6 @@ T = TypeVar("T")
 _FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 5.0
 _QUIET_S: Final = 10.0
-"""An outage of less is told to nobody."""
 _TELL_EVERY_S: Final = 60.0
 
 _REMEDIES: Final[dict[str, str]] = {
@@ -56,6 +55,11 @@ class Patience:
     and an outage costs it this time once."""
     behind_s: float
     """Where training goes on meanwhile: writing. Since the request began."""
+
+    @property
+    def quiet_s(self) -> float:
+        """An outage of less is told to nobody."""
+        return min(_QUIET_S, self.behind_s / 4)
 
 
 class Requests:
@@ -91,7 +95,7 @@ class Requests:
         """Whether the store has not answered for a while, as far as anybody asked."""
         with self._lock:
             since = self._failing_since
-        return since is not None and time.monotonic() - since > _QUIET_S
+        return since is not None and time.monotonic() - since > self._patience.quiet_s
 
     def leave(self) -> None:
         """Try nothing again from now on."""
@@ -186,7 +190,7 @@ class Requests:
         with self._lock:
             since = self._failing_since
             failing_s = 0.0 if since is None else now - since
-            tell = failing_s > _QUIET_S and now - self._told_at > _TELL_EVERY_S
+            tell = failing_s > self._patience.quiet_s and now - self._told_at > _TELL_EVERY_S
             if tell:
                 self._told_at = now
         if tell:
