@@ -51,6 +51,10 @@ def open_store(location: str, options: dict[str, Any], link: Link) -> ObjectStor
     """The client for a resolved URL, with these storage_options; see `open_remote`."""
     protocol, rest = split_url(location)
     bucket, _, prefix = rest.partition("/")
+    if protocol in _EXTRAS and not bucket:
+        raise ValueError(
+            f"root={location!r} is no URL that can be used: no bucket or host comes after ://"
+        )
     try:
         if protocol in ("s3", "s3a"):
             from shardstore.tiers.remote.s3 import S3Store
@@ -108,9 +112,9 @@ def _open_any(protocol: str, location: str, options: dict[str, Any], link: Link)
             "sftp://, and what fsspec has clients for"
         ) from error
     if client is MemoryFileSystem:
-        fs = client(**options)
-        root = _path_of(fs, location)
-        return MemoryStore(fs, root, location=location, link=link)
+        # It takes a name with :: for a chain of URLs, and leaves it as it is.
+        root = "/" + split_url(location)[1].strip("/")
+        return MemoryStore(client(**options), root, location=location, link=link)
     try:
         fs = client(**{"skip_instance_cache": True, "use_listings_cache": False, **options})
     except TypeError:  # some take no option that they do not know
