@@ -332,7 +332,7 @@ class OldFileSystem(FakeFileSystem):
     def __init__(self) -> None:
         super().__init__()
 
-    def ls(self, path: str, detail: bool = True) -> list[Any]:
+    def ls(self, path: str, detail: bool = True) -> list[Any]:  # type: ignore[override]
         found = super().ls(path, detail=True)
         named = [{**each, "name": f"/{each['name']}"} for each in found]
         return named if detail else [each["name"] for each in named]

@@ -14,7 +14,6 @@ from shardstore import SnapshotNotFoundError, TierError, list_snapshots
 from tests.cases import fakes
 from tests.faults.threaded import Ranks, Stores
 
-
 _memory: list[Path] = []
 """Of stores: each has a folder of its own, as on hosts of their own."""
 
@@ -27,9 +26,11 @@ def root(request: pytest.FixtureRequest, folder: str) -> Iterator[str]:
         yield url
 
 
-def on(*kinds: type[fakes.FakeFileSystem]) -> Any:
+def on(*kinds: type[fakes.FakeFileSystem]) -> pytest.MarkDecorator:
     """Run a test on each of these file systems."""
-    return pytest.mark.parametrize("root", kinds, indirect=True, ids=lambda kind: kind.protocol)
+    return pytest.mark.parametrize(
+        "root", kinds, indirect=True, ids=[str(kind.protocol) for kind in kinds]
+    )
 
 
 def _open(root: str, **options: Any) -> Stores:
@@ -121,13 +122,17 @@ def test_the_sizes_in_the_manifest_are_those_that_are_stored_when_save_returns(r
     stores = _open(root)
     assert stores.save(1) == ["", ""]
     (info,) = list_snapshots(root)
-    stored = [len(fakes.FakeFileSystem.objects[path].data) for path in _shards(fakes.FakeFileSystem)]
+    stored = [
+        len(fakes.FakeFileSystem.objects[path].data) for path in _shards(fakes.FakeFileSystem)
+    ]
     assert (len(stored), sum(stored)) == (2, info.nbytes)
     stores.close()
 
 
 @on(fakes.UnclosableFileSystem)
-@pytest.mark.parametrize("name", ["rank-00001", pytest.param("manifest", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["rank-00001", pytest.param("manifest", marks=pytest.mark.nightly)]
+)
 def test_what_close_raises_fails_the_save(
     root: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,11 +188,11 @@ def test_a_short_object_under_a_final_name_is_refused_by_its_size_and_its_digest
 ) -> None:
     """C85: cut after the commit, then filled up with other bytes."""
     kind = fakes.FakeFileSystem
-    for damage in (lambda data: data[:-5], lambda data: data[:-5] + b"\0wxyz"):
+    for filling in (b"", b"\0wxyz"):
         kind.objects.clear()
         _save(root, 1, 2)
         (path,) = (p for p in _shards(kind) if "step-000000000002" in p and "rank-00001" in p)
-        kind.objects[path] = fakes.Stored(damage(kind.objects[path].data), None)
+        kind.objects[path] = fakes.Stored(kind.objects[path].data[:-5] + filling, None)
         stores = _open(root)
         assert stores.restore() == 1
         stores.close()

@@ -80,7 +80,9 @@ def test_a_snapshot_copied_to_another_kind_of_storage_is_listed_once_it_is_whole
 
 
 @pytest.mark.parametrize("target", ["memory", "fake"])
-@pytest.mark.parametrize("missing", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
+@pytest.mark.parametrize(
+    "missing", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+)
 def test_a_job_that_saves_meanwhile_removes_nothing_of_a_half_copied_snapshot(
     places: dict[str, str], folder: str, target: str, missing: str
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.faults.threaded import Ranks, Stores
 from tests.servers.proxy import Proxy
-from tests.servers.s3 import MotoServer
+from tests.servers.s3 import MotoServer, RcloneServer
 from tests.unit.tiers.remote.test_s3 import fast_session
 
 
@@ -31,7 +31,11 @@ class Host:
         self.memory.mkdir(exist_ok=True)
         given: dict[str, Any] = {"memory": "1MiB", "memory_dir": self.memory, **self.options}
         return Ranks().open(
-            self.root, disk=self.disk, name="job", storage_options=self.storage_options, **given | options
+            self.root,
+            disk=self.disk,
+            name="job",
+            storage_options=self.storage_options,
+            **given | options,
         )
 
     def lose_memory(self) -> None:
@@ -78,7 +82,7 @@ def _session() -> Any:
     return fast_session()
 
 
-def s3_options(server: MotoServer, proxy: Proxy | None = None) -> dict[str, Any]:
+def s3_options(server: MotoServer | RcloneServer, proxy: Proxy | None = None) -> dict[str, Any]:
     """Options that start a client fast, through a proxy or directly."""
     port = server.port if proxy is None else proxy.port
     return {**server.options_at(port), "session": _session()}

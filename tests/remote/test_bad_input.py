@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,16 +16,19 @@ import torch
 
 from shardstore import SaveFailedError, ShardStoreError, SnapshotStore, TierError, list_snapshots
 from shardstore.cluster.threads import ThreadGroup, ThreadRank
-from tests.remote.job import Host, s3_options
 from tests.remote.conftest import MakeHost
+from tests.remote.job import Host, s3_options
 from tests.servers.process import free_port
 from tests.servers.proxy import Proxy
-from tests.servers.s3 import MotoServer, RcloneServer, s3_options as plain_options
+from tests.servers.s3 import MotoServer, RcloneServer
+from tests.servers.s3 import s3_options as plain_options
 
 _SECRET = "hunter2-correct-horse"
 
 
-def _opened(folder: str, *each_root: tuple[str, Any], **options: Any) -> list[Exception | None]:
+def _opened(
+    folder: str, *each_root: tuple[str | None, Any], **options: Any
+) -> list[Exception | None]:
     """Open a store on one rank for each root and its storage_options; how it was refused, by rank."""
     group = ThreadGroup(len(each_root))
 
@@ -99,7 +103,9 @@ def test_storage_options_that_the_client_does_not_take(
         assert _SECRET not in str(error)
 
 
-@pytest.mark.parametrize("root", ["sftp://me:{}@host/run", "s3://key:{}@bucket/run", "ftp://a:{}@h/x"])
+@pytest.mark.parametrize(
+    "root", ["sftp://me:{}@host/run", "s3://key:{}@bucket/run", "ftp://a:{}@h/x"]
+)
 def test_a_password_in_the_url_is_refused_and_not_shown(root: str, folder: str) -> None:
     url = root.format(_SECRET)
     calls: list[Callable[[], Any]] = [
@@ -115,8 +121,10 @@ def test_a_password_in_the_url_is_refused_and_not_shown(root: str, folder: str) 
 
 @pytest.mark.parametrize("root", ["folder", "file://{}/folder", None])
 def test_storage_options_of_a_local_root_are_refused(root: str | None, folder: str) -> None:
-    given = None if root is None else f"{folder}/folder" if root == "folder" else root.format(folder)
-    for error in _opened(folder, *[(given, {"key": _SECRET})] * 2):  # type: ignore[list-item]
+    given = (
+        None if root is None else f"{folder}/folder" if root == "folder" else root.format(folder)
+    )
+    for error in _opened(folder, *[(given, {"key": _SECRET})] * 2):
         assert isinstance(error, ValueError)
         assert "root that is a URL" in str(error)
         assert _SECRET not in str(error)
@@ -158,7 +166,12 @@ def _without(missing: tuple[str, ...], roots: tuple[str, ...], folder: Path) -> 
 
 
 def test_a_client_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path) -> None:
-    extras = {"s3://b/run": "s3", "gs://b/run": "gcs", "az://b/run": "azure", "sftp://h/run": "sftp"}
+    extras = {
+        "s3://b/run": "s3",
+        "gs://b/run": "gcs",
+        "az://b/run": "azure",
+        "sftp://h/run": "sftp",
+    }
     told = _without(("s3fs", "gcsfs", "azure", "adlfs", "paramiko"), tuple(extras), tmp_path)
     for line, (root, extra) in zip(told, [*extras.items(), ("s3://b/run", "s3")], strict=True):
         assert f"pip install 'shardstore[{extra}]'" in line
@@ -217,8 +230,6 @@ def test_an_endpoint_that_is_not_there_is_warned_of_and_memory_is_used(
 
 def test_a_small_timeout_ends_in_time(folder: str) -> None:
     """Nothing waits for minutes where the caller gave two seconds."""
-    import time
-
     began = time.monotonic()
     host = Host(Path(folder, "m"), None, "s3://b/r", plain_options(free_port()), {"timeout_s": 1.0})
     stores = host.open()

@@ -53,7 +53,9 @@ def _check_each(
     for step, name in enumerate(names):
         steps = {key.split("/step-")[1][:12] for key in _below(before, name) if "/step-" in key}
         assert steps == {f"{step:012d}"}, (name, _below(before, name))
-    assert before == {key for name in names for key in _below(before, name)}, "something is elsewhere"
+    assert before == {key for name in names for key in _below(before, name)}, (
+        "something is elsewhere"
+    )
     _save(f"{base}/{names[-3]}", folder, 900, options, keep=1)
     changed = before ^ found()
     assert changed
@@ -70,7 +72,11 @@ def _check_each(
 def test_on_s3(s3_server: MotoServer, folder: str) -> None:
     bucket = s3_server.fresh_bucket()
     _check_each(
-        f"s3://{bucket}", NAMES, folder, s3_options(s3_server), lambda: {*s3_keys(s3_server, bucket)}
+        f"s3://{bucket}",
+        NAMES,
+        folder,
+        s3_options(s3_server),
+        lambda: {*s3_keys(s3_server, bucket)},
     )
 
 
@@ -132,7 +138,12 @@ def test_what_could_mean_another_place_is_refused(folder: str, scheme: str, name
 
 @pytest.mark.parametrize(
     "root",
-    ["simplecache::s3://bucket/run", "filecache::memory://run", "zip://a.zip::s3://bucket/b", "dir::file:///tmp/x"],
+    [
+        "simplecache::s3://bucket/run",
+        "filecache::memory://run",
+        "zip://a.zip::s3://bucket/b",
+        "dir::file:///tmp/x",
+    ],
 )
 def test_chained_urls_are_refused(root: str, folder: str) -> None:
     with pytest.raises(ValueError, match="chained"):

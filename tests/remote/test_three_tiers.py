@@ -146,7 +146,9 @@ def test_each_tier_keeps_what_its_own_retention_says(make_host: MakeHost) -> Non
     for step in range(1, 6):
         assert stores.save(step) == ["", ""]
     stores.drain()
-    assert [info.step for info in list_snapshots(host.root, storage_options=host.storage_options)] == [4, 5]
+    assert [
+        info.step for info in list_snapshots(host.root, storage_options=host.storage_options)
+    ] == [4, 5]
     assert host.steps_on_disk() == {4, 5}
     stores.each(lambda store, _: store.pin(4))
     for step in (6, 7):

@@ -125,14 +125,18 @@ class Requests:
             TierError: It failed for good; a FileNotFoundError of `request` is its cause.
         """
         patience = self._patience
-        stop = stop_after_delay(patience.behind_s if is_behind else patience.fore_s)
-        if not is_behind:
-            stop = stop | (lambda _state: self._failing_for() >= patience.fore_s)
+        limit_s = patience.behind_s if is_behind else patience.fore_s
+
+        def may_help(error: BaseException) -> bool:
+            if not isinstance(error, Fault) or not error.is_retryable:
+                return False
+            return is_behind or self._failing_for() < limit_s
+
         retrying = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, Fault) and error.is_retryable),
+            retry=retry_if_exception(may_help),
             wait=wait_fixed(_FIRST_WAIT_S)
             + wait_random_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S),
-            stop=stop | stop_when_event_set(self._leaving),
+            stop=stop_after_delay(limit_s) | stop_when_event_set(self._leaving),
             sleep=sleep_using_event(self._leaving),
             before_sleep=lambda state: self._note_wait(state, operation, key),
             reraise=True,

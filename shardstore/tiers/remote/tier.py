@@ -115,9 +115,7 @@ class RemoteTier:
 
     # ----------------------------------------------------------------- listing
 
-    def _listing(
-        self, prefix: str, *, is_flat: bool = False, is_behind: bool = False
-    ) -> Listing:
+    def _listing(self, prefix: str, *, is_flat: bool = False, is_behind: bool = False) -> Listing:
         return self._run(
             "list",
             prefix,
@@ -418,7 +416,9 @@ class RemoteTier:
         finally:
             try:
                 self._delete([key], key)
-            except TierError as error:  # some buckets allow no removal: they can be saved to all the same
+            except (
+                TierError
+            ) as error:  # some buckets allow no removal: they can be saved to all the same
                 _LOG.warning("%s That small object stays, and so will old snapshots", error)
 
     def claim_run(self, run: int, record: bytes) -> bool:
