@@ -59,6 +59,7 @@ class Catalog:
         self.tier = tier
         self._known = KnownRegisters()
         self._keeps_index = False
+        self._was_exclusive = True
 
     # ------------------------------------------------------------------- reads
 
@@ -342,7 +343,16 @@ class Catalog:
     def sees_run(self, run: int, nonce: str) -> bool:
         """Whether this host sees the record that rank 0 wrote: the root is shared."""
         record = self.run_record(run)
-        return record is not None and record.nonce == nonce
+        if record is None or record.nonce != nonce:
+            return False
+        self._was_exclusive = record.is_exclusive
+        return True
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether registers are created exclusively, as rank 0 found it out at the first save."""
+        found = self.tier.is_exclusive
+        return self._was_exclusive if found is None else found
 
     def run_record(self, run: int) -> RunRecord | None:
         """Who claimed a number; None if nothing readable says so."""

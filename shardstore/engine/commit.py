@@ -168,9 +168,13 @@ def _publish(session: Session, save: PendingSave) -> Outcome:
         return _committed(save)  # on the disks of all ranks
     try:
         session.ops.point("publish")
-        if session.catalog.publish(manifest_of(save.shards, writer=session.writer)):
+        is_exclusive = session.catalog.is_exclusive
+        manifest = manifest_of(save.shards, writer=session.writer, is_exclusive=is_exclusive)
+        if session.catalog.publish(manifest):
             return _committed(save)
     except (ShardStoreError, OSError) as error:
+        if not session.catalog.is_exclusive:
+            raise  # it may still arrive, over whatever would close the register: the outcome is unknown
         return Outcome(failure_of(error, session.rank))
     return Outcome(Failure(session.rank, "another process closed this attempt as aborted"))
 
@@ -224,6 +228,8 @@ def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
     except CoordinationTimeoutError as error:
         if not error.missing_ranks:
             raise
+        if session.catalog is not None and not session.catalog.is_exclusive:
+            raise  # nothing keeps rank 0 from committing after this rank closed the register
         failure = failure_of(error, session.rank)
         if not _close_register(session, save, failure):
             return _decide(session, save, Outcome())

@@ -40,6 +40,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Folder of its disk tier."""
     location: str = ""
     """The root's URL, where it is on remote storage: a copy of it is another root."""
+    is_exclusive: bool = True
+    """Whether the store honours exclusive create."""
 
     @property
     def who(self) -> str:
@@ -83,6 +85,7 @@ def record_of_this(
     memory: str,
     others: int,
     disk: str = "",
+    is_exclusive: bool = True,
 ) -> RunRecord:
     """The record of a run whose rank 0 is this process.
 
@@ -95,11 +98,13 @@ def record_of_this(
         memory: Folder of the memory tier; empty for none.
         others: How many ranks run on other hosts.
         disk: Folder of the disk tier; empty for none.
+        is_exclusive: Whether the store honours exclusive create.
     """
     pid = os.getpid()
     return RunRecord(
         FORMAT_VERSION, nonce, host, boot_id, started, pid, pid_namespace(), process_started(pid),
         _identity(location), memory, others, disk, location if is_url(location) else "",
+        is_exclusive,
     )  # fmt: skip
 
 

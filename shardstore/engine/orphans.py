@@ -243,9 +243,15 @@ class _Search:
     def _attempt(self, snapshot_id: SnapshotId) -> Judgement:
         """Of all runs that may write to it: later ones as well, whose memory may hold it."""
         own = self._own_run(snapshot_id)
+        record = self._records.get(snapshot_id.run)
+        if own.liveness == "dead" and record is not None and not record.is_exclusive:
+            return Judgement(
+                "unknown",
+                f"{own.why}; the store ignores exclusive create, so that nothing would keep a process that "
+                "still works on it from committing it: make sure that there is none",
+            )
         if own.liveness != "dead" or self._knows_all_memory:
             return own
-        record = self._records[snapshot_id.run]
         assert record is not None
         if record.num_other_hosts_ranks:
             return Judgement(

@@ -111,6 +111,7 @@ class RunNumber:
             memory=session.memory.folder or "",
             others=session.world_size - len(session.local_ranks),
             disk=session.on_disk.disk.location if session.on_disk is not None else "",
+            is_exclusive=session.catalog.is_exclusive,
         )
 
     def _check_shared(self) -> None:

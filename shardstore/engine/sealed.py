@@ -31,7 +31,9 @@ class SealedShard:
     """Where its tensors are; None for a header that a rank posted."""
 
 
-def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str]) -> Manifest:
+def manifest_of(
+    shards: Mapping[int, SealedShard], *, writer: Mapping[str, str], is_exclusive: bool = True
+) -> Manifest:
     """The manifest of a whole set of shards; metadata and time are rank 0's."""
     first = shards[0].header
     return build_manifest(
@@ -39,6 +41,7 @@ def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str])
         created=first.created,
         metadata=first.metadata,
         writer=dict(writer),
+        is_exclusive=is_exclusive,
     )
 
 

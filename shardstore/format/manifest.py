@@ -189,6 +189,7 @@ def build_manifest(
     created: float,
     metadata: object,
     writer: Mapping[str, str],
+    is_exclusive: bool = True,
 ) -> Manifest:
     """Merge the sealed headers of all ranks into the manifest that commits them.
 
@@ -199,6 +200,7 @@ def build_manifest(
         created: Seconds since the epoch.
         metadata: The user's JSON, rank 0's.
         writer: Library versions.
+        is_exclusive: Whether the store honours exclusive create.
 
     Raises:
         FormatError: Ranks are missing, or belong to different snapshots.
@@ -250,6 +252,7 @@ def build_manifest(
         metadata=metadata,
         writer=dict(writer),
         persist=msgspec.UNSET if first.persist else False,
+        exclusive=msgspec.UNSET if is_exclusive else False,
     )
 
 
@@ -261,6 +264,9 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
     persist = fields.get("persist", msgspec.UNSET)
     if persist is True or (persist is False and is_aborted):
         add("only a committed snapshot has persist, and only as false")
+    exclusive = fields.get("exclusive", msgspec.UNSET)
+    if exclusive is True or (exclusive is False and is_aborted):
+        add("only a committed snapshot has exclusive, and only as false")
     if has({"state"}) and fields["state"] not in ("committed", "aborted"):
         add(f"unknown state {quote(fields['state'])}")
     if has({"step", "run", "count", "nonce", "world_size"}):

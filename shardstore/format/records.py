@@ -187,6 +187,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why it was aborted."""
     persist: bool | msgspec.UnsetType = msgspec.UNSET
     """False: saved to stay in memory, and here because its memory was needed. Never true."""
+    exclusive: bool | msgspec.UnsetType = msgspec.UNSET
+    """False: the store ignores exclusive create, and nothing but its owner kept others from writing this."""
 
     @property
     def id(self) -> SnapshotId:
