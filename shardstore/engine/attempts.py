@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from shardstore.engine.catalog import Catalog, RootEntry, State
 from shardstore.engine.sealed import SealedShard
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
@@ -89,7 +91,7 @@ def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
         marks = catalog.tier.marks(snapshot_id)
         register = None if data is None else read_register(data, expect=snapshot_id)
         if register is not None and register.state == "committed":
-            missing = sorted({*range(register.world_size)} - {*ranks})
+            missing = sorted(register.needed_ranks - {*ranks})
             if missing:
                 return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
             return Attempt(
@@ -157,7 +159,11 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     if manifest is not None and entry.state == "committed":
         files = _listed(manifest, sizes)
         world_size: int | None = manifest.world_size
-        problems += [f"{shard_file_name(f.rank)}: {f.problem}" for f in files if f.problem]
+        problems += [
+            f"{shard_file_name(f.rank)}: {f.problem}"
+            for f in files
+            if f.problem and manifest.shards[f.rank].twin is msgspec.UNSET
+        ]
     else:
         bad: dict[int, str] = {}
         if entry.state != "aborted":

@@ -107,11 +107,11 @@ class Catalog:
     def committed(self) -> list[Register]:
         """Registers of all committed snapshots, oldest first.
 
-        Passed over are those with a damaged manifest or without a file for every rank.
+        Passed over are those with a damaged manifest, or without the file of a rank that has no twin.
         """
         found = (self._register_or_damaged(snapshot_id) for snapshot_id in self.ids())
         registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
-        return [r for r in registers if {*range(r.world_size)} <= {*self._ranks(r.id)}]
+        return [r for r in registers if r.needed_ranks <= {*self._ranks(r.id)}]
 
     def is_cut(self, register: Register) -> bool:
         """Whether a file has not the size that the register says, as in a copy that did not end.
@@ -121,8 +121,8 @@ class Catalog:
         """
         sizes = dict(self.tier.list_names(register.id.name))
         return any(
-            sizes.get(shard_file_name(rank)) != shard.nbytes
-            for rank, shard in enumerate(register.shards)
+            sizes.get(shard_file_name(rank)) != register.shards[rank].nbytes
+            for rank in register.needed_ranks
         )
 
     def _ranks(self, snapshot_id: SnapshotId) -> list[int]:

@@ -27,13 +27,14 @@ class OpenOptions:
     timeout_s: float
     on_error: str
     on_full: str
+    replicas: str = "all"
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
         return (
             self.root, self.name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
-            self.disk is not None,
+            self.disk is not None, self.replicas,
         )  # fmt: skip
 
     @property
@@ -54,6 +55,7 @@ def check_options(
     on_full: object,
     on_error: object,
     timeout_s: object,
+    replicas: object = "all",
 ) -> OpenOptions:
     """Validate the arguments of `SnapshotStore`, and fill in what depends on others.
 
@@ -64,6 +66,8 @@ def check_options(
         raise ValueError(f'on_error must be "raise" or "warn", got {shown(on_error)}')
     if on_full not in ("wait", "skip", "direct"):
         raise ValueError(f'on_full must be "wait", "skip" or "direct", got {shown(on_full)}')
+    if replicas not in ("all", "once"):
+        raise ValueError(f'replicas must be "all" or "once", got {shown(replicas)}')
     seconds = check_timeout(timeout_s, what="timeout_s")
     resolved, local = resolve_root(root), resolve_disk(disk)
     is_auto = isinstance(memory, str) and memory == "auto"
@@ -71,6 +75,10 @@ def check_options(
     if budget == 0 and resolved is None and local is None:
         raise ValueError(
             "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
+        )
+    if replicas == "once" and resolved is None:
+        raise ValueError(
+            'replicas="once" needs a root, which all ranks read: memory and disks hold whole files'
         )
     return OpenOptions(
         root=resolved,
@@ -82,4 +90,5 @@ def check_options(
         timeout_s=seconds,
         on_error=on_error,
         on_full=on_full,
+        replicas=str(replicas),
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from shardstore.engine.sealed import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
-from shardstore.format.records import Manifest
+from shardstore.format.records import Manifest, NearCopy
 from shardstore.tiers.base import ShardReader
 
 
@@ -71,6 +73,8 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
     """
     header, entry = sealed.header, manifest.shards[sealed.header.rank]
     listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
+    if isinstance(entry.near, NearCopy) and header.sharing is msgspec.UNSET:
+        listed = (entry.near.header_digest, entry.near.nbytes, *listed[2:])
     found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
     if listed != found:
         labels = ("header digest", "bytes", "table digest", "world size")
@@ -82,5 +86,5 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
         raise CorruptSnapshotError(
             f"{reader.source} is not the file that the manifest lists: {differing}",
             tier=reader.tier, file=reader.source,
-            expected=entry.header_digest, actual=sealed.digest,
+            expected=listed[0], actual=sealed.digest,
         )  # fmt: skip
