@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("tests.servers.fixtures",)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave nightly tests out, unless `-m` names the marker or SHARDSTORE_NIGHTLY=1."""

@@ -14,10 +14,11 @@ from typing import Final
 
 import msgspec
 
-from shardstore.engine.catalog import Catalog, RootEntry, State
+from shardstore.engine.catalog import Catalog, RootEntry
+from shardstore.engine.overview import Overview, State
 from shardstore.engine.sealed import SealedShard
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
-from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, Register, shard_file_name
 from shardstore.format.marks import MARKS, Mark
 from shardstore.format.records import Manifest, SnapshotId
 from shardstore.tiers.base import RootTier
@@ -81,37 +82,34 @@ def find_attempts(catalog: Catalog) -> list[Attempt]:
     Raises:
         TierError: The root itself cannot be listed.
     """
-    return [_attempt(catalog, snapshot_id) for snapshot_id in catalog.ids()]
+    overview = catalog.overview()
+    return [_attempt(catalog, overview, snapshot_id) for snapshot_id in overview.ids]
 
 
-def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
-    try:
-        data = catalog.tier.read_manifest(snapshot_id)
-        ranks = catalog.tier.list_ranks(snapshot_id)
-        marks = catalog.tier.marks(snapshot_id)
-        register = None if data is None else read_register(data, expect=snapshot_id)
-        if register is not None and register.state == "committed":
-            missing = sorted(register.needed_ranks - {*ranks})
-            if missing:
-                return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
-            return Attempt(
-                snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks
-            )
-        entry = catalog.entry(snapshot_id)
-    except TierError as error:
-        return Attempt(snapshot_id, "damaged", why=str(error))
-    if entry.state == "torn":
-        return Attempt(snapshot_id, "torn", why=f"no manifest; {_files_of(ranks)}")
-    if entry.state == "aborted":
-        reason = entry.manifest.reason if entry.manifest is not None else ""
-        return Attempt(snapshot_id, "aborted", why=reason)
-    return Attempt(snapshot_id, entry.state, why=manifest_problem(catalog, entry), marks=marks)
+def _attempt(catalog: Catalog, overview: Overview, snapshot_id: SnapshotId) -> Attempt:
+    ranks, marks = overview.ranks(snapshot_id), overview.marks(snapshot_id)
+    register = overview.registers.get(snapshot_id)
+    if register is None:
+        if snapshot_id not in overview.problems:
+            return Attempt(snapshot_id, "torn", why=f"no manifest; {_files_of(ranks)}")
+        why = _bare(catalog, snapshot_id, overview.problems[snapshot_id])
+        return Attempt(snapshot_id, "damaged", why=why, marks=marks)
+    if register.state == "aborted":
+        return Attempt(snapshot_id, "aborted", why=register.reason)
+    missing = sorted(register.needed_ranks - {*ranks})
+    if missing:
+        return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
+    return Attempt(snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks)
 
 
 def manifest_problem(catalog: Catalog, entry: RootEntry) -> str:
     """What is wrong with a manifest, for whoever knows which one it is."""
-    path = os.path.join(catalog.tier.location, entry.id.name, MANIFEST_NAME)
-    return entry.problem.removeprefix(f"{catalog.tier.name}: {path}: ")
+    return _bare(catalog, entry.id, entry.problem)
+
+
+def _bare(catalog: Catalog, snapshot_id: SnapshotId, problem: str) -> str:
+    path = os.path.join(catalog.tier.location, snapshot_id.name, MANIFEST_NAME)
+    return problem.removeprefix(f"{catalog.tier.name}: {path}: ")
 
 
 def _files_of(ranks: Iterable[int]) -> str:

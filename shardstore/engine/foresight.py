@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardstore.engine.session import Session
 from shardstore.errors import ShardStoreError
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.places import nearest
 
@@ -31,6 +32,8 @@ class Foresight:
         session = self._session
         if session.catalog is not None:
             is_mine, where = session.rank == 0, session.catalog.tier.location
+            if is_url(where):
+                return  # nobody can say
             num_ranks, argument = session.world_size, "root"
         elif session.on_disk is not None:
             is_mine, where = session.rank == min(session.local_ranks), session.on_disk.disk.location

@@ -11,6 +11,7 @@ import msgspec
 
 from shardstore.cluster.boot import read_boot_id
 from shardstore.format.records import FORMAT_VERSION
+from shardstore.tiers.addresses import is_url
 
 Liveness: TypeAlias = Literal["alive", "dead", "unknown"]
 
@@ -37,6 +38,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ranks on other hosts, whose memory cannot be seen from this one."""
     disk: str = ""
     """Folder of its disk tier."""
+    location: str = ""
+    """The root's URL, where it is on remote storage: a copy of it is another root."""
 
     @property
     def who(self) -> str:
@@ -94,10 +97,9 @@ def record_of_this(
         disk: Folder of the disk tier; empty for none.
     """
     pid = os.getpid()
-    found = os.stat(location)
     return RunRecord(
         FORMAT_VERSION, nonce, host, boot_id, started, pid, pid_namespace(), process_started(pid),
-        (found.st_dev, found.st_ino), memory, others, disk,
+        _identity(location), memory, others, disk, location if is_url(location) else "",
     )  # fmt: skip
 
 
@@ -131,7 +133,8 @@ def judge(record: RunRecord | None, location: str) -> Judgement:
             f"{record.who} ran in another container (pid namespace {record.pid_namespace}): look from "
             "inside it, or make sure that it has ended",
         )
-    if record.folder != _identity(location):
+    url = location if is_url(location) else ""
+    if record.folder != _identity(location) or record.location != url:
         return Judgement(
             "unknown",
             f"the record of {record.who} is of another folder: this one was copied or moved, and "
@@ -163,6 +166,8 @@ def _judge_process(record: RunRecord) -> Judgement:
 
 
 def _identity(path: str) -> tuple[int, int]:
+    if is_url(path):
+        return (0, 0)
     try:
         found = os.stat(path)
     except OSError:

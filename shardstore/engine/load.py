@@ -278,13 +278,17 @@ def _verified_bytes(
     """The file's bytes in host memory: its own, or read into `slot`. Verified as they come."""
     layout = sealed.layout
     assert layout is not None
-    verifier = Verifier(sealed, needed, reader, progress)
     if slot is None:
         data = reader.read(0, reader.nbytes)
         assert isinstance(data, memoryview)
-        verifier.feed(data, 0)
+        Verifier(sealed, needed, reader, progress).feed(data, 0)
         return data
     view = slot.view
+
+    def replace(data: memoryview, start: int) -> None:
+        view[start : start + len(data)] = data
+
+    verifier = Verifier(sealed, needed, reader, progress, replace)
 
     def place(start: int, stop: int) -> memoryview:
         return view[start:stop]

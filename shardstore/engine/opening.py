@@ -21,10 +21,11 @@ from shardstore.engine.session import Session, writer_versions
 from shardstore.engine.verdicts import Note, merge_notes, note_of, raise_note
 from shardstore.format.gist import Gist
 from shardstore.format.records import SnapshotId
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.adoption import Adopted
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.localdisk import LocalDisk
-from shardstore.tiers.places import check_disk, check_root
+from shardstore.tiers.places import check_disk, check_remote, check_root
 from shardstore.tiers.roots import open_root
 
 if TYPE_CHECKING:
@@ -71,11 +72,9 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     catalog, on_disk = None, None
     gists: dict[SnapshotId, Gist] = {}
     marked: set[SnapshotId] = set()
-    if options.root is not None:
-        catalog = Catalog(open_root(options.root, ops))
     try:
         if options.root is not None:
-            check_root(options.root)
+            catalog = _open_catalog(options, options.root, coordinator, ops)
         on_disk = _open_disk(options, coordinator, ops)
         if on_disk is not None:
             gists, marked = on_disk.gists(), set(on_disk.disk.marked())
@@ -132,6 +131,21 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
     ops.point("protect")
     protect(session, adopted, gists, agreement.near)
     return session
+
+
+def _open_catalog(
+    options: OpenOptions, root: str, coordinator: Coordinator, ops: FileOps
+) -> Catalog:
+    """The root, if it can be used at all; that it does not answer now is told, and may pass."""
+    if not is_url(root):
+        check_root(root)
+        return Catalog(open_root(root, ops))
+    tier = open_root(
+        root, ops, storage_options=options.storage_options, timeout_s=options.timeout_s
+    )
+    tier.on_wait(lambda: coordinator.progress(1))
+    check_remote(tier, coordinator.rank)
+    return Catalog(tier)
 
 
 def _open_disk(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> OnDisk | None:

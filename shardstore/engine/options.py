@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardstore.engine.arguments import check_timeout, resolve_memory_dir
 from shardstore.engine.listing import resolve_disk, resolve_name, resolve_root
 from shardstore.engine.retention import Keep, check_keep
 from shardstore.errors import shown
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.limits import parse_bytes
 
 
@@ -28,6 +30,8 @@ class OpenOptions:
     on_error: str
     on_full: str
     replicas: str = "all"
+    storage_options: Mapping[str, object] | None = field(default=None, repr=False)
+    """For the client of a remote root. Secrets: neither told to other ranks, nor stored, nor shown."""
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
@@ -56,6 +60,7 @@ def check_options(
     on_error: object,
     timeout_s: object,
     replicas: object = "all",
+    storage_options: object = None,
 ) -> OpenOptions:
     """Validate the arguments of `SnapshotStore`, and fill in what depends on others.
 
@@ -70,6 +75,12 @@ def check_options(
         raise ValueError(f'replicas must be "all" or "once", got {shown(replicas)}')
     seconds = check_timeout(timeout_s, what="timeout_s")
     resolved, local = resolve_root(root), resolve_disk(disk)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ValueError(
+            f"storage_options must be a mapping or None, got {type(storage_options).__name__}"
+        )
+    if storage_options and (resolved is None or not is_url(resolved)):
+        raise ValueError("storage_options= are for a root that is a URL, as s3://bucket/folder")
     is_auto = isinstance(memory, str) and memory == "auto"
     budget = None if is_auto else parse_bytes(memory, what="memory")
     if budget == 0 and resolved is None and local is None:
@@ -91,4 +102,5 @@ def check_options(
         on_error=on_error,
         on_full=on_full,
         replicas=str(replicas),
+        storage_options=storage_options,
     )

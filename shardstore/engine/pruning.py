@@ -61,7 +61,8 @@ def prune(
     if policy is None:
         raise ValueError("prune needs a policy: a count, or Keep(last=, every_steps=)")
     # Unlike after a commit, nobody knows here that the newest one is good.
-    cut = {r.id for r in catalog.committed() if catalog.is_cut(r)}
+    overview = catalog.overview()
+    cut = {r.id for r in overview.committed() if catalog.is_cut(r, overview)}
     found = find_removable(catalog, policy, damaged={*damaged, *cut}, spare_runs=spare_runs)
     why = f"older than the newest {policy.last}"
     if policy.every_steps is not None:
@@ -86,7 +87,8 @@ def find_broken(catalog: Catalog) -> dict[SnapshotId, str]:
     Raises:
         TierError: The root cannot be listed.
     """
-    once = [i for i in catalog.ids() if catalog.state(i) in ("committed", "damaged")]
+    overview = catalog.overview()
+    once = [i for i in overview.ids if overview.state(i) in ("committed", "damaged")]
     examined = [examine(catalog, snapshot_id) for snapshot_id in once]
     return {e.id: "\n".join(e.problems) for e in examined if e.state == "damaged"}
 
@@ -106,8 +108,9 @@ def find_removable(
         damaged: Known to be, beside those that are marked.
         spare_runs: See `prune`.
     """
-    registers = {r.id: r for r in catalog.committed() if r.is_counted}
-    marks = {snapshot_id: catalog.tier.marks(snapshot_id) for snapshot_id in registers}
+    overview = catalog.overview()
+    registers = {r.id: r for r in overview.committed() if r.is_counted}
+    marks = {snapshot_id: overview.marks(snapshot_id) for snapshot_id in registers}
     going = plan_deletions(
         registers,
         keep,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,8 @@ from shardstore.format.records import NearCopy, ShardHeader, Sharing
 from shardstore.format.shardfile import ShardLayout, encode_header, header_digest, plan_layout
 from shardstore.format.sharing import ReplicaGroup, find_groups, holders_for, without_bytes_of
 
-PORTION_BYTES: Final = 32 << 20
+Take: TypeAlias = Callable[[int, memoryview], None]
+"""Fills memory from an offset of the sealed file on."""
 
 
 class Run(NamedTuple):
@@ -59,19 +60,14 @@ class SharedForm:
         ):  # a few bytes longer than the other, where that one has used up its slack
             return None
 
-    def gather(
-        self, start: int, stop: int, into: memoryview, take: Callable[[int, memoryview], None]
-    ) -> memoryview:
+    def gather(self, start: int, stop: int, into: memoryview, take: Take) -> None:
         """Put together bytes [start, stop) of the file on the root; no header is among them.
 
         Args:
             start: Offset in the file on the root.
             stop: End of the range.
-            into: Memory for them.
-            take: Fills memory from an offset of the sealed file on.
-
-        Returns:
-            The part of `into` that was filled.
+            into: Memory for them, as long.
+            take: Where they come from. Any thread.
         """
         at = bisect.bisect_right(self.runs, start, key=lambda run: run.start) - 1
         position = start
@@ -82,7 +78,6 @@ class SharedForm:
             take(run.source + skipped, into[position - start : position - start + nbytes])
             position += nbytes
             at += 1
-        return into[: stop - start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ class SavePipeline:
                 self._session,
                 save,
                 "sealed",
-                tier=self._session.outermost.tier if save.streamed else "memory",
+                tier=save.streamed.tier if save.streamed else "memory",
             )
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             if save.slot is not None:
@@ -172,13 +172,13 @@ class SavePipeline:
             self._session.memory.prepare(save.layout.nbytes)
 
     def _plan_replicas(self, save: PendingSave) -> Replicas | None:
-        """What of this save is stored by other ranks; a streamed file is whole on its way already."""
+        """What of this save is stored by other ranks; a file that is streamed to the root is whole there."""
         if not self._session.shares_replicas or not save.persist:
             return None
         assert save.header is not None
         assert save.layout is not None
         replicas = self._planner.plan(save.header, save.layout)
-        if save.streamed is None:
+        if save.streamed is None or save.streamed.tier == "disk":
             save.form = replicas.form
         elif replicas.form is not None:
             self._session.warn_once(
@@ -192,8 +192,10 @@ class SavePipeline:
         slot, header, layout = save.slot, save.header, save.layout
         if save.streamed is not None:
             assert layout is not None
-            save.header = save.streamed.header
-            self._post(save, layout, save.streamed.data, replicas)
+            save.header, data = save.streamed.header, save.streamed.data
+            if save.form is not None:
+                save.shared_header = save.form.header(save.header, data, layout.nbytes)
+            self._post(save, layout, data, replicas)
             return
         assert slot is not None
         assert header is not None
@@ -289,8 +291,9 @@ class SavePipeline:
             self._ops.point("spill")
             started = time.monotonic()
             done: bool | None = None
+            is_streamed_there = save.streamed is not None and save.streamed.tier == "disk"
             by_disk = session.on_disk is not None and save.streamed is None
-            if by_disk and not (is_urgent and session.catalog is not None):
+            if is_streamed_there or (by_disk and not (is_urgent and session.catalog is not None)):
                 done = write_to_disk(session, save)
                 if done and session.catalog is not None:
                     self._count_written(save, started, "disk")

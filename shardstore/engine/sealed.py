@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from shardstore.errors import CorruptSnapshotError
+from shardstore.errors import CorruptSnapshotError, FormatError
 from shardstore.format.manifest import build_manifest, check_tables
 from shardstore.format.records import Manifest, ShardHeader, SnapshotId
 from shardstore.format.shardfile import (
@@ -86,7 +86,13 @@ def read_sealed_header(reader: ShardReader) -> SealedShard:
     Raises:
         TierError, FormatError, CorruptSnapshotError: It cannot be read, or is damaged.
     """
-    parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
+    try:
+        parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
+    except (CorruptSnapshotError, FormatError):
+        if not reader.may_differ_again:
+            raise
+        reader.forget()
+        parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
     has_bytes = parsed.layout.nbytes > parsed.layout.data_start
     return SealedShard(
         parsed.header, reader.nbytes, parsed.digest, parsed.layout, has_bytes=has_bytes

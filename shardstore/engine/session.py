@@ -26,11 +26,13 @@ from shardstore.engine.sealed import SealedShard
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
 from shardstore.engine.urgency import Urgency
+from shardstore.errors import TierError
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.places import is_momentary
 from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class Failure(msgspec.Struct, frozen=True):
     cause: str
     """Type and text of the first cause."""
     failed_ranks: tuple[int, ...] = ()
+    is_outage: bool = False
+    """The root did not answer for so long: this may pass, and what is near is whole."""
     is_skip: bool = False
     """No failure: a rank had no memory free, and on_full="skip" says to leave this save out."""
 
@@ -71,7 +75,8 @@ class Completion(msgspec.Struct, frozen=True):
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Describe an exception of this rank."""
     ranks = getattr(error, "failed_ranks", ()) or getattr(error, "missing_ranks", ()) or (rank,)
-    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks))
+    is_outage = isinstance(error, TierError) and is_momentary(error)
+    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks), is_outage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,7 @@ class PendingSave:
     """This rank's file is on its disk, and may be passed on to the root."""
     written_bytes: int = 0
     """Of this rank's file, on the way to the root; told by who writes."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
     held_s: float = 0.0
     """How long its writing gave way to that of a newer one."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -150,6 +156,11 @@ class PendingSave:
     """This rank's spill is over, or was not needed."""
     settled: threading.Event = field(default_factory=threading.Event)
     """The outcome is known and what it entails (retention, cleaning up) is done here."""
+
+    def count_written(self, num_bytes: int) -> None:
+        """So many bytes more are on their way to the root. From any thread."""
+        with self.counting:
+            self.written_bytes += num_bytes
 
     @property
     def label(self) -> str:
@@ -235,6 +246,11 @@ class Session:
     def is_ending(self) -> bool:
         """The scheduler has given notice: the process ends soon."""
         return self.grace is not None and self.grace.has_begun
+
+    @property
+    def is_root_failing(self) -> bool:
+        """Whether the root has not answered for a while."""
+        return self.catalog is not None and self.catalog.tier.is_failing
 
     def in_time(self, seconds: float) -> float:
         """So many seconds, or as many as a grace period leaves."""

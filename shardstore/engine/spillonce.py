@@ -6,16 +6,18 @@ rank that gets none, or whose replicas differ, writes its whole file instead, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 from typing import Final
 
+from shardstore.engine.pieces import num_bytes_with_header, write_pieces
 from shardstore.engine.progress import Work
-from shardstore.engine.rootfile import PORTION_BYTES
+from shardstore.engine.rootfile import SharedForm, Take
 from shardstore.engine.session import PendingSave, Session, Target
 from shardstore.errors import TierError
 from shardstore.tiers.base import ShardReader, ShardWriter
 from shardstore.tiers.pages import private_pages
-from shardstore.tiers.transfer import Ring
+
+_READ_BYTES: Final = 4 << 20
 
 WHOLE: Final = b"1"
 """What a rank posts when its file is durable: the one that it posted as sealed."""
@@ -55,12 +57,10 @@ def write_shared(
         with session.progress.begin(
             "write", step=save.step, total_bytes=form.layout.nbytes, tier=target.tier
         ) as work:
-            if on_disk is None:
-                _write_data(session, save, writer, work, _from_slot(save))
-            else:
-                _write_data(session, save, writer, work, _from_near(session, save, on_disk))
-            written = _finish(session, save, writer, is_on_disk=on_disk is not None)
+            written = _Sending(session, save, form, writer, work).send(on_disk)
             if written:
+                writer.publish()
+                save.is_shared = True
                 work.complete()
                 return True
     except BaseException:
@@ -71,45 +71,98 @@ def write_shared(
     return written
 
 
-def _write_data(
-    session: Session,
-    save: PendingSave,
-    writer: ShardWriter,
-    work: Work,
-    take: Callable[[int, memoryview], None],
-) -> None:
-    form = save.form
-    assert form is not None
-    assert save.id is not None
-    start, end = form.layout.data_start, form.layout.nbytes
-    if start == end:
-        return
-    buffer = private_pages(min(PORTION_BYTES, end - start))
-    for begin in range(start, end, PORTION_BYTES):
-        save.held_s += session.urgency.give_way(save.id)
-        part = form.gather(begin, min(begin + PORTION_BYTES, end), buffer, take)
-        writer.write(part, begin)
-        session.coordinator.progress(len(part))
-        save.written_bytes += len(part)
-        work.advance(len(part))
-        part.release()
+class _Sending:
+    """One file on its way: what needs no header at once, the rest once replicas are known to be equal."""
+
+    def __init__(
+        self, session: Session, save: PendingSave, form: SharedForm, writer: ShardWriter, work: Work
+    ) -> None:
+        """Nothing is written yet."""
+        self._session = session
+        self._save = save
+        self._form = form
+        self._writer = writer
+        self._work = work
+        self._buffers: deque[memoryview] = deque()
+        """One for each thread that writes."""
+
+    def send(self, on_disk: ShardReader | None) -> bool | None:
+        """Write all of it; True, or what `write_shared` returns for what is not to be published."""
+        save, writer, layout = self._save, self._writer, self._form.layout
+        first = num_bytes_with_header(writer, layout.data_start, layout.nbytes)
+        if on_disk is None:
+            assert save.slot is not None
+            take = _from_memory(save.slot.view)
+        else:
+            take = _from_near(self._session, save, on_disk)
+        self._write(first, layout.nbytes, b"", take)
+        is_equal = self._are_replicas_equal()
+        header = save.shared_header
+        if not is_equal or header is None:
+            return False if is_equal is False else None
+        if on_disk is not None:
+            self._write(0, first, header, take)
+            return True
+        # The slot of a save that failed may have been in use again before all was read.
+        assert save.id is not None
+        reader = self._session.memory.open_shard(save.id)
+        if reader is None:
+            return False
+        with reader:
+            self._write(0, first, header, _from_memory(reader.read(0, reader.nbytes)))
+        return True
+
+    def _are_replicas_equal(self) -> bool | None:
+        """False: the save failed. None: they are not, or nobody can say so."""
+        save = self._save
+        save.sealed.wait()
+        if not save.is_sealed:
+            return False
+        save.joint.wait()
+        if save.completion is None:
+            return None
+        if save.completion.failure is not None:
+            return False
+        return True if self._session.rank not in save.completion.diverged_ranks else None
+
+    def _write(self, start: int, stop: int, header: bytes, take: Take) -> None:
+        session, save, layout = self._session, self._save, self._form.layout
+        writer, buffers = self._writer, self._buffers
+        snapshot_id = save.id
+        assert snapshot_id is not None
+
+        def give_way() -> None:
+            save.held_s += session.urgency.give_way(snapshot_id)
+
+        def write(begin: int, end: int) -> None:
+            nbytes = end - begin
+            buffer = buffers.pop() if buffers else None
+            if buffer is None or len(buffer) < nbytes:
+                buffer = private_pages(max(nbytes, 1))
+            part = buffer[:nbytes]
+            num_of_header = min(max(0, layout.data_start - begin), nbytes)
+            part[:num_of_header] = header[begin : begin + num_of_header]
+            data = part[num_of_header:]
+            self._form.gather(begin + num_of_header, end, data, take)
+            writer.write(part, begin)
+            session.coordinator.progress(nbytes)
+            save.count_written(len(data))
+            self._work.advance(len(data))
+            buffers.append(buffer)
+
+        write_pieces(writer, start, stop, write, give_way)
 
 
-def _from_slot(save: PendingSave) -> Callable[[int, memoryview], None]:
-    slot = save.slot
-    assert slot is not None
-
+def _from_memory(view: memoryview) -> Take:
     def take(start: int, into: memoryview) -> None:
-        into[:] = slot.view[start : start + len(into)]
+        into[:] = view[start : start + len(into)]
 
     return take
 
 
-def _from_near(
-    session: Session, save: PendingSave, on_disk: ShardReader
-) -> Callable[[int, memoryview], None]:
+def _from_near(session: Session, save: PendingSave, on_disk: ShardReader) -> Take:
     """From memory as long as that has it, else from the disk."""
-    snapshot_id, ring = save.id, Ring()
+    snapshot_id = save.id
     assert snapshot_id is not None
 
     def take(start: int, into: memoryview) -> None:
@@ -118,44 +171,14 @@ def _from_near(
             with reader:
                 into[:] = reader.read(start, start + len(into))
             return
-
-        def arrived(data: memoryview, at: int) -> None:
-            into[at - start : at - start + len(data)] = data
-
-        stop = start + len(into)
-        end = on_disk.stream(start, stop, ring.place, arrived)
-        if end != stop:
-            raise short(on_disk, end)
+        for begin in range(start, start + len(into), _READ_BYTES):
+            end = min(begin + _READ_BYTES, start + len(into))
+            data = on_disk.read(begin, end)
+            if len(data) != end - begin:
+                raise short(on_disk, begin + len(data))
+            into[begin - start : end - start] = data
 
     return take
-
-
-def _finish(
-    session: Session, save: PendingSave, writer: ShardWriter, *, is_on_disk: bool
-) -> bool | None:
-    save.sealed.wait()
-    if not save.is_sealed:
-        return False
-    save.joint.wait()
-    completion = save.completion
-    if completion is not None and completion.failure is not None:
-        return False
-    is_equal = completion is not None and session.rank not in completion.diverged_ranks
-    if not is_equal or save.shared_header is None:
-        return None
-    assert save.id is not None
-    save.held_s += session.urgency.give_way(save.id)
-    if not is_on_disk:
-        # The slot of a save that failed may have been in use again before all was read.
-        reader = session.memory.open_shard(save.id)
-        if reader is None:
-            return False
-        with reader:
-            pass
-    writer.write(memoryview(save.shared_header), 0)
-    writer.publish()
-    save.is_shared = True
-    return True
 
 
 def short(reader: ShardReader, end: int) -> TierError:

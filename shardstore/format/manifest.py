@@ -149,6 +149,8 @@ class Register(msgspec.Struct, frozen=True):
     shards: tuple[_ShardSize, ...]
     metadata: object
     persist: bool | msgspec.UnsetType = msgspec.UNSET
+    reason: str = ""
+    """Why it was aborted."""
 
     @property
     def needed_ranks(self) -> set[int]:
