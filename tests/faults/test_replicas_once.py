@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from shardstore import SnapshotStore
 from shardstore.tiers.fileops import use_ops
 from tests.distributed.training import Training, local_of
 from tests.faults.breaking_ops import WatchedOps, kill_at
 from tests.faults.scenario import open_store, share_pids
 from tests.ranks import RanksFailedError, run_ranks
+from tests.servers.s3 import MotoServer, s3_options
 
 NUM_STEPS = 4
 SAVED_AFTER = 2
@@ -98,6 +100,51 @@ def test_hybrid_training_goes_on_bit_for_bit_from_replicas_stored_once(folder: s
         results = run_ranks(4, _restart, folder)
         assert [r["tier"] for r in results] == [f"{tier} (4 ranks)"] * 4
         assert [r["equal"] for r in results] == [(True, True)] * 4
+
+
+def _large(rank: int, value: float) -> dict[str, Any]:
+    """Some parts of an upload for each rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("rep",))
+    tensors = [
+        distribute_tensor(torch.arange(float(numel)) + value, mesh, [Replicate()])
+        for numel in (3_000_000, 3_000_000, 1_000, 70_001)
+    ]
+    return {"w": tensors, "mine": torch.full((1000,), float(rank))}
+
+
+def _save_and_restore_remotely(
+    rank: int, folder: str, url: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    def open_remote(memory: str) -> SnapshotStore:
+        near = Path(folder, memory)
+        near.mkdir(exist_ok=True)
+        return SnapshotStore(
+            url, replicas="once", storage_options=options, memory_dir=near, memory="256MiB",
+            timeout_s=30,
+        )  # fmt: skip
+
+    state = _large(rank, 1.0)
+    with open_remote("memory") as store:
+        info = store.save(state, step=1).wait(40)
+    assert info is not None
+    saved = [local_of(t).clone() for t in state["w"]]
+    for tensor in state["w"]:
+        local_of(tensor).zero_()
+    with open_remote("elsewhere") as store:
+        report = store.restore(state)
+    equal = all(torch.equal(local_of(t), s) for t, s in zip(state["w"], saved, strict=True))
+    whole = sum(s.nbytes for s in saved)
+    return {"nbytes": info.nbytes, "whole": whole, "tier": report.tier, "equal": equal}
+
+
+def test_an_object_store_gets_every_shard_once(folder: str, s3_server: MotoServer) -> None:
+    url = f"s3://{s3_server.fresh_bucket()}/run"
+    options = s3_options(s3_server.port)
+    results = run_ranks(2, _save_and_restore_remotely, folder, url, options, timeout_s=90)
+    for result in results:
+        assert result["equal"]
+        assert result["tier"] == "root (2 ranks)"
+        assert 0 < result["nbytes"] - result["whole"] < 100_000
 
 
 def _state(rank: int, value: int) -> dict[str, Any]:
