@@ -70,6 +70,7 @@ class SnapshotStore:
         timeout_s: float = 600.0,
         storage_options: Mapping[str, object] | None = None,
         progress: Callable[[Progress], object] | None = None,
+        replicas: Literal["all", "once"] = "all",
     ) -> None:
         """Open the store, and adopt what a dead run of the same name left in memory.
 
@@ -103,6 +104,10 @@ class SnapshotStore:
                 (a slow one is called less often), several at a time. What it raises is logged once and
                 breaks nothing. It must not call the store, but for `stats`. Ranks may differ. None:
                 rank 0 logs a line every 5 s of a save, restore or drain that blocks for longer.
+            replicas: "once" has the root hold each shard once where DTensor placements replicate it (as
+                HSDP does): replicas write in turn, about equally much, and a restore reads the shared
+                copy. Memory and disk hold whole files, as the root does with "all". Replicas whose bytes
+                differ are warned of, and store their own.
 
         Raises:
             ValueError: An argument is off.
@@ -120,6 +125,7 @@ class SnapshotStore:
             on_full=on_full,
             on_error=on_error,
             timeout_s=timeout_s,
+            replicas=replicas,
             storage_options=storage_options,
         )
         if progress is not None and not callable(progress):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from shardstore.engine.catalog import Catalog, RootEntry
 from shardstore.engine.overview import Overview, State
 from shardstore.engine.sealed import SealedShard
@@ -94,7 +96,7 @@ def _attempt(catalog: Catalog, overview: Overview, snapshot_id: SnapshotId) -> A
         return Attempt(snapshot_id, "damaged", why=why, marks=marks)
     if register.state == "aborted":
         return Attempt(snapshot_id, "aborted", why=register.reason)
-    missing = sorted({*range(register.world_size)} - {*ranks})
+    missing = sorted(register.needed_ranks - {*ranks})
     if missing:
         return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
     return Attempt(snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks)
@@ -155,7 +157,11 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     if manifest is not None and entry.state == "committed":
         files = _listed(manifest, sizes)
         world_size: int | None = manifest.world_size
-        problems += [f"{shard_file_name(f.rank)}: {f.problem}" for f in files if f.problem]
+        problems += [
+            f"{shard_file_name(f.rank)}: {f.problem}"
+            for f in files
+            if f.problem and manifest.shards[f.rank].twin is msgspec.UNSET
+        ]
     else:
         bad: dict[int, str] = {}
         if entry.state != "aborted":

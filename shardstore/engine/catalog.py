@@ -178,7 +178,7 @@ class Catalog:
     def committed(self) -> list[Register]:
         """Registers of all committed snapshots, oldest first.
 
-        Passed over are those with a damaged manifest or without a file for every rank.
+        Passed over are those with a damaged manifest, or without the file of a rank that has no twin.
         """
         return self.overview().committed()
 

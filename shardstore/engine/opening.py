@@ -125,6 +125,7 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         boot_id=coordinator.boot_id,
         highest_adopted_run=max([adopted.highest_run, *(i.run for i in gists)]),
         local_ranks=tuple(coordinator.local_ranks),
+        shares_replicas=options.replicas == "once",
     )
     session.marked |= marked
     ops.point("protect")
@@ -179,7 +180,16 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         return _Agreement(merge_notes(problems))
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
-            labels = ("root", "name", "keep", "memory=0", "on_error", "on_full", "disk given")
+            labels = (
+                "root",
+                "name",
+                "keep",
+                "memory=0",
+                "on_error",
+                "on_full",
+                "disk given",
+                "replicas",
+            )
             differing = "; ".join(
                 f"{label} is {mine!r} on rank 0 and {theirs!r} on rank {rank}"
                 for label, mine, theirs in zip(

@@ -66,12 +66,10 @@ class Overview:
         return marks_among(self.names.get(snapshot_id, {}))
 
     def committed(self) -> list[Register]:
-        """Of all that are committed and have a file for every rank, oldest first."""
+        """Of all that are committed and have a file for every rank that has no twin, oldest first."""
         found = (self.registers[i] for i in self.ids if i in self.registers)
         return [
-            r
-            for r in found
-            if r.state == "committed" and {*range(r.world_size)} <= {*self.ranks(r.id)}
+            r for r in found if r.state == "committed" and r.needed_ranks <= {*self.ranks(r.id)}
         ]
 
     def sizes(self, snapshot_id: SnapshotId) -> dict[str, int] | None:
@@ -85,8 +83,8 @@ class Overview:
 def is_cut(register: Register, sizes: Mapping[str, int]) -> bool:
     """Whether a file has not the size that the register says, as in a copy that did not end."""
     return any(
-        sizes.get(shard_file_name(rank)) != shard.nbytes
-        for rank, shard in enumerate(register.shards)
+        sizes.get(shard_file_name(rank)) != register.shards[rank].nbytes
+        for rank in register.needed_ranks
     )
 
 

@@ -37,6 +37,7 @@ from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.commit import Outcome
+    from shardstore.engine.rootfile import SharedForm
     from shardstore.engine.streaming import Streamed
     from shardstore.state.overlap import LateCopy
 
@@ -67,6 +68,8 @@ class Completion(msgspec.Struct, frozen=True):
     """None: they have."""
     in_memory: bool = True
     """Every rank's copy is in memory, so that a restore need not wait for the root."""
+    diverged_ranks: tuple[int, ...] = ()
+    """Those whose replicas have other bytes than they, so that each stores its own."""
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -117,6 +120,18 @@ class PendingSave:
     """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    joint: threading.Event = field(default_factory=threading.Event)
+    """`completion` is known here, or never will be."""
+    form: SharedForm | None = None
+    """What of this rank's file the root gets, where replicas store the rest of it."""
+    shared_header: bytes | None = None
+    """The header of that, once this rank has sealed."""
+    is_shared: bool = False
+    """That is what this rank has written to the root."""
+    diverged: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Groups of ranks that should be replicas and are not, on rank 0."""
+    shared_ranks: frozenset[int] = frozenset()
+    """Ranks whose file on the root is such a one; on rank 0, once all are durable."""
     committing: threading.Lock = field(default_factory=threading.Lock)
     outcome: Outcome | None = None
     """On rank 0, once it was decided; under `committing`."""
@@ -157,6 +172,11 @@ class PendingSave:
         """Of this rank's file; 0 before it is laid out."""
         return self.layout.nbytes if self.layout is not None else 0
 
+    @property
+    def root_nbytes(self) -> int:
+        """Of what this rank writes to the outermost tier, if its replicas are equal."""
+        return self.form.layout.nbytes if self.form is not None else self.nbytes
+
 
 @dataclass(eq=False)
 class Session:
@@ -172,6 +192,8 @@ class Session:
     nonce: str
     ops: FileOps = field(default_factory=FileOps)
     """System calls; here for the named points of protocols."""
+    shares_replicas: bool = False
+    """On the root, replicas store in turn what they have in common."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0
