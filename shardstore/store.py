@@ -64,6 +64,7 @@ class SnapshotStore:
         memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
         name: str | None = None,
         keep: int | Keep | None = None,
+        shared: bool | None = None,
         on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         process_group: ProcessGroup | ThreadRank | None = None,
@@ -73,7 +74,7 @@ class SnapshotStore:
         """Open the store, and adopt what a dead run of the same name left in memory.
 
         Args:
-            root: Folder where snapshots are durable, shared by all hosts. None: memory and disk only.
+            root: Folder where snapshots are durable, shared by all hosts or see `shared`. None: memory and disk only.
             disk: Folder on a disk of each host, between memory and the root: memory is free again as soon
                 as a snapshot is there, and a restart reads it from there. When it is full, what the root
                 has as well goes, oldest first.
@@ -87,6 +88,9 @@ class SnapshotStore:
                 some for good. Older ones are deleted once a newer one is committed; pinned ones, those
                 with persist=False, and those of other jobs that work on the root, never. None deletes
                 nothing.
+            shared: Whether all hosts see one root. True refuses a root that they do not share. False: each
+                has its own (ranks may then name different folders): it keeps its ranks' files, and a
+                restart needs every rank on the host that it was on. None finds out at the first save.
             on_full: What `save` does while no memory is free, but some is on its way out: waits for
                 it; leaves this snapshot out, on all ranks (`wait` returns None then); or writes
                 directly to the root and blocks meanwhile.
@@ -115,6 +119,7 @@ class SnapshotStore:
             on_full=on_full,
             on_error=on_error,
             timeout_s=timeout_s,
+            shared=shared,
         )
         if progress is not None and not callable(progress):
             raise ValueError(f"progress must be callable or None, got {progress!r}")

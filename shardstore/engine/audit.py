@@ -103,7 +103,7 @@ def audit_snapshot(
 
     pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardstore-audit")
     try:
-        for done in [pool.submit(check, rank) for rank in range(manifest.world_size)]:
+        for done in [pool.submit(check, rank) for rank in manifest.ranks_here]:
             done.result()
     except BaseException:  # an interrupt: nobody waits for the rest of large files
         stop.set()

@@ -48,9 +48,15 @@ class RootEntry:
 class Catalog:
     """The root's registers. Reading is for every rank; writing for the ranks that P4 names."""
 
-    def __init__(self, tier: RootTier) -> None:
-        """Wrap a root tier; nothing is read or written yet."""
+    def __init__(self, tier: RootTier, *, spans_hosts: bool = False) -> None:
+        """Wrap a root tier; nothing is read or written yet.
+
+        Args:
+            tier: Of the root.
+            spans_hosts: It shows the roots of all hosts, where each has its own (`jointroot`).
+        """
         self.tier = tier
+        self.spans_hosts = spans_hosts
 
     # ------------------------------------------------------------------- reads
 
@@ -107,11 +113,15 @@ class Catalog:
     def committed(self) -> list[Register]:
         """Registers of all committed snapshots, oldest first.
 
-        Passed over are those with a damaged manifest or without a file for every rank.
+        Passed over are those with a damaged manifest or without a file for every rank (that belongs here).
         """
         found = (self._register_or_damaged(snapshot_id) for snapshot_id in self.ids())
         registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
-        return [r for r in registers if {*range(r.world_size)} <= {*self._ranks(r.id)}]
+        return [r for r in registers if {*self.ranks_of(r)} <= {*self._ranks(r.id)}]
+
+    def ranks_of(self, register: Register) -> Iterable[int]:
+        """Ranks whose files have to be here: all, unless other hosts keep theirs."""
+        return range(register.world_size) if self.spans_hosts else register.ranks_here
 
     def is_cut(self, register: Register) -> bool:
         """Whether a file has not the size that the register says, as in a copy that did not end.
@@ -121,8 +131,8 @@ class Catalog:
         """
         sizes = dict(self.tier.list_names(register.id.name))
         return any(
-            sizes.get(shard_file_name(rank)) != shard.nbytes
-            for rank, shard in enumerate(register.shards)
+            sizes.get(shard_file_name(rank)) != register.shards[rank].nbytes
+            for rank in self.ranks_of(register)
         )
 
     def _ranks(self, snapshot_id: SnapshotId) -> list[int]:

@@ -40,6 +40,8 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     pinned: bool
     """Retention never deletes it."""
     metadata: object
+    here: tuple[int, ...] | None = None
+    """Where hosts share no root: ranks whose files are on this one. None: all."""
 
 
 def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
@@ -103,6 +105,7 @@ def info_of(manifest: Register, tiers: tuple[str, ...], *, pinned: bool) -> Snap
         created=manifest.created,
         pinned=pinned,
         metadata=manifest.metadata,
+        here=None if manifest.here is msgspec.UNSET else manifest.here,
     )
 
 
@@ -117,15 +120,16 @@ def list_session(session: Session) -> list[SnapshotInfo]:
             for i, info in session.complete.items()
             if i in near
         }
-    if session.catalog is not None:
-        on_root = set(session.catalog.ids())
+    catalog = session.own_catalog
+    if catalog is not None:
+        on_root = set(catalog.ids())
         for snapshot_id in on_root & found.keys():
             # What a restore would pass over is not listed, whole as the memory copy may be.
-            if session.catalog.state(snapshot_id) in ("aborted", "damaged"):
+            if catalog.state(snapshot_id) in ("aborted", "damaged"):
                 del found[snapshot_id]
-        for manifest in session.catalog.committed():
+        for manifest in catalog.committed():
             tiers = near.get(manifest.id, ()) if manifest.id in found else ()
-            pinned = manifest.id in session.pinned or session.catalog.is_pinned(manifest.id)
+            pinned = manifest.id in session.pinned or catalog.is_pinned(manifest.id)
             found[manifest.id] = info_of(manifest, (*tiers, "root"), pinned=pinned)
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 

@@ -27,13 +27,19 @@ class OpenOptions:
     timeout_s: float
     on_error: str
     on_full: str
+    shared: bool | None
+    is_named: bool
+    """`name` was given."""
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
+        root, name = self.root, self.name
+        if self.shared is False and root is not None:  # of each host
+            root, name = "given", name if self.is_named else "of the root"
         return (
-            self.root, self.name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
-            self.disk is not None,
+            root, name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
+            self.disk is not None, self.shared,
         )  # fmt: skip
 
     @property
@@ -54,6 +60,7 @@ def check_options(
     on_full: object,
     on_error: object,
     timeout_s: object,
+    shared: object,
 ) -> OpenOptions:
     """Validate the arguments of `SnapshotStore`, and fill in what depends on others.
 
@@ -64,6 +71,8 @@ def check_options(
         raise ValueError(f'on_error must be "raise" or "warn", got {shown(on_error)}')
     if on_full not in ("wait", "skip", "direct"):
         raise ValueError(f'on_full must be "wait", "skip" or "direct", got {shown(on_full)}')
+    if shared is not None and not isinstance(shared, bool):
+        raise ValueError(f"shared must be True, False or None, got {shown(shared)}")
     seconds = check_timeout(timeout_s, what="timeout_s")
     resolved, local = resolve_root(root), resolve_disk(disk)
     is_auto = isinstance(memory, str) and memory == "auto"
@@ -82,4 +91,6 @@ def check_options(
         timeout_s=seconds,
         on_error=on_error,
         on_full=on_full,
+        shared=shared,
+        is_named=name is not None,
     )

@@ -18,6 +18,7 @@ class WrappedTier:
         self.inner = inner
         self.name = inner.name
         self.location = inner.location
+        self.is_shared = inner.is_shared
 
     def enter(self, operation: str, nbytes: int = 0) -> None:
         """Before each operation of the tier, of its writers and of its readers. On any thread.

@@ -90,6 +90,8 @@ class RootTier(Protocol):
 
     name: str
     location: str
+    is_shared: bool | None
+    """Whether all hosts see the same under this location. None: it may be a folder of each host."""
 
     def list_ids(self) -> list[SnapshotId]:
         """Every attempt that has a folder here, in any state, unordered."""

@@ -44,6 +44,8 @@ class DiskTier:
     or `claim_run`, so that a read-only folder can be restored from. File modes follow the umask.
     """
 
+    is_shared: bool | None = None
+
     def __init__(self, location: str, *, name: str, ops: FileOps) -> None:
         """`location` is an absolute path; it need not exist yet."""
         self.location = location
