@@ -89,7 +89,9 @@ def _uninterrupted(rank: int) -> list[str]:
     return [data.hex() for data in training.fingerprint()]
 
 
-@pytest.mark.parametrize("num_local", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_local", [1, 2])
 def test_two_hosts_train_on_bit_for_bit_and_refuse_each_others_roots(
     folder: str, num_local: int
 ) -> None:
