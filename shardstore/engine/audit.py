@@ -106,7 +106,7 @@ def audit_snapshot(
     num_readers = 1 if catalog.tier.keeps_index else _NUM_READERS
     pool = ThreadPoolExecutor(num_readers, thread_name_prefix="shardstore-audit")
     try:
-        for done in [pool.submit(check, rank) for rank in range(manifest.world_size)]:
+        for done in [pool.submit(check, rank) for rank in manifest.ranks_here]:
             done.result()
     except BaseException:  # an interrupt: nobody waits for the rest of large files
         stop.set()

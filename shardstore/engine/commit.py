@@ -100,10 +100,10 @@ def _commit(session: Session, save: PendingSave) -> Outcome:
 
 def _warn_if_replaced(session: Session, save: PendingSave) -> None:
     """Say once that this is another folder than the one that the run began with."""
-    if session.catalog is None or save.id is None:
+    if session.own_catalog is None or save.id is None:
         return
     try:
-        is_same = session.catalog.sees_run(save.id.run, session.nonce)
+        is_same = session.own_catalog.sees_run(save.id.run, session.nonce)
     except ShardStoreError:
         return  # nothing is known
     if not is_same:
@@ -111,7 +111,7 @@ def _warn_if_replaced(session: Session, save: PendingSave) -> None:
             "replaced",
             "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
             "Saves go to what is there now; snapshots from before are not in it",
-            session.catalog.tier.location,
+            session.own_catalog.tier.location,
         )
 
 
@@ -233,7 +233,8 @@ def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
     """Wait for rank 0's decision; at the deadline close the register and decide oneself.
 
     Raises:
-        CoordinationError: The store is unreachable: the outcome is unknown.
+        CoordinationError: The store is unreachable, or the register that counts cannot be seen from here:
+            the outcome is unknown.
     """
     try:
         heard = session.coordinator.wait(
@@ -244,6 +245,9 @@ def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
             raise
         if session.catalog is not None and not session.catalog.is_exclusive:
             raise  # nothing keeps rank 0 from committing after this rank closed the register
+        if session.classes:
+            # Rank 0 may have committed on its own root, which this rank does not see: nothing is aborted.
+            raise
         failure = failure_of(error, session.rank)
         if not _close_register(session, save, failure):
             return _decide(session, save, Outcome())

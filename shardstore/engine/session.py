@@ -19,6 +19,7 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.preemption import Grace
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.liveness import RootClass
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.retention import Keep, plan_deletions
@@ -38,6 +39,7 @@ from shardstore.tiers.slots import Slot
 if TYPE_CHECKING:
     from shardstore.engine.commit import Outcome
     from shardstore.engine.rootfile import SharedForm
+    from shardstore.engine.steward import Steward
     from shardstore.engine.streaming import Streamed
     from shardstore.state.overlap import LateCopy
 
@@ -190,6 +192,15 @@ class Session:
     timeout_s: float
     writer: dict[str, str]
     nonce: str
+    shared: bool | None = None
+    """Whether all hosts see one root, as the caller says; None: it is found out."""
+    is_one_folder: bool = False
+    """Every rank saw the same folder when the store was opened: equal on all ranks."""
+    classes: tuple[RootClass, ...] = ()
+    """Where hosts share no root: who shares one. Equal on all ranks; empty: all see one, or there is none.
+    On rank 0 the catalog is then of all roots, elsewhere of this host's."""
+    steward: Steward | None = None
+    """On the first rank of another root than rank 0's: answers for it."""
     ops: FileOps = field(default_factory=FileOps)
     """System calls; here for the named points of protocols."""
     shares_replicas: bool = False
@@ -238,9 +249,13 @@ class Session:
     is_stopping: bool = False
     """`should_stop` has said so, on all ranks."""
 
+    own_catalog: Catalog | None = field(init=False)
+    """Of the root that this host sees, whatever others there are."""
+
     def __post_init__(self) -> None:
         """Nobody waits for memory beyond a grace period."""
         self.memory.in_time = self.in_time
+        self.own_catalog = self.catalog
 
     @property
     def is_ending(self) -> bool:

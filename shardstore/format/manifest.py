@@ -130,8 +130,9 @@ def decode_manifest(data: bytes, *, source: str, expect: SnapshotId | None) -> M
     return manifest or Manifest(**fields)
 
 
-class _ShardSize(msgspec.Struct, frozen=True):
+class _Listed(msgspec.Struct, frozen=True):
     nbytes: int
+    host: str
     twin: int | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -146,7 +147,7 @@ class Register(msgspec.Struct, frozen=True):
     nonce: str
     created: float
     world_size: int
-    shards: tuple[_ShardSize, ...]
+    shards: tuple[_Listed, ...]
     metadata: object
     persist: bool | msgspec.UnsetType = msgspec.UNSET
     reason: str = ""
@@ -156,6 +157,13 @@ class Register(msgspec.Struct, frozen=True):
     def needed_ranks(self) -> set[int]:
         """Ranks without whose file there is no snapshot: not those that have a twin."""
         return {rank for rank, shard in enumerate(self.shards) if shard.twin is msgspec.UNSET}
+
+    here: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Ranks whose files belong in this folder."""
+        return tuple(range(self.world_size)) if self.here is msgspec.UNSET else self.here
 
     @property
     def is_counted(self) -> bool:
@@ -190,6 +198,8 @@ def read_register(data: bytes, *, expect: SnapshotId) -> Register | None:
         return None
     whole = len(register.shards) == register.world_size or register.state == "aborted"
     is_ours = register.format == FORMAT_VERSION and register.id == expect
+    if register.here is not msgspec.UNSET and not _is_part(register.here, register.world_size):
+        return None
     return register if whole and is_ours and register.persist is not True else None
 
 
@@ -285,6 +295,15 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
         add("only a committed snapshot has exclusive, and only as false")
     if has({"replicas"}) and has({"shards"}):
         _check_replicas(fields["replicas"], fields["shards"], findings)
+    here = fields.get("here", msgspec.UNSET)
+    if here is not msgspec.UNSET:
+        if is_aborted:
+            add("an aborted snapshot has here")
+        elif has({"world_size"}) and not _is_part(here, fields["world_size"]):
+            add(
+                f"here is {quote(here[:8])}: it must be some ranks of {quote(fields['world_size'])}, not all, "
+                "in order"
+            )
     if has({"state"}) and fields["state"] not in ("committed", "aborted"):
         add(f"unknown state {quote(fields['state'])}")
     if has({"step", "run", "count", "nonce", "world_size"}):
@@ -315,6 +334,12 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
         _check_ranks(fields["shards"], fields["world_size"], findings)
     if has({"shards", "tables", "meshes"}):
         _check_references(fields, findings)
+
+
+def _is_part(ranks: tuple[int, ...], world_size: int) -> bool:
+    """Whether these are some ranks of all, not all of them, each once and in order."""
+    is_ordered = all(a < b for a, b in pairwise(ranks))
+    return 0 < len(ranks) < world_size and is_ordered and ranks[0] >= 0 and ranks[-1] < world_size
 
 
 def _check_ranks(shards: tuple[ShardEntry, ...], world_size: int, findings: Findings) -> None:

@@ -213,6 +213,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False: the store ignores exclusive create, and nothing but its owner kept others from writing this."""
     replicas: str | msgspec.UnsetType = msgspec.UNSET
     """`once`: some shards leave pieces to the files of replicas."""
+    here: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Where hosts share no root: ranks whose files are in this folder, some of all. The others' are on
+    their hosts, in folders of the same name."""
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Ranks whose files belong in this folder."""
+        return tuple(range(self.world_size)) if self.here is msgspec.UNSET else self.here
 
     @property
     def id(self) -> SnapshotId:
