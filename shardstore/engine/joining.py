@@ -96,6 +96,9 @@ def join(session: Session, classes: tuple[RootClass, ...], name: str) -> None:
     """From now on rank 0 works on all roots, and the first rank of every other one answers for it."""
     part(session)
     session.classes = classes
+    if session.shares_replicas:
+        session.shares_replicas = False  # equal on all ranks, as `classes` is
+        session.log('replicas="once" needs a root that all hosts share: every rank stores its whole file')
     session.steward = start_steward(session, classes, name)
     if session.rank == 0:
         session.catalog = joint_catalog(session, classes, name)
