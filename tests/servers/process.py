@@ -42,6 +42,7 @@ class ServerProcess:
         command: Callable[[int, Path], Sequence[str]],
         *,
         user: pwd.struct_passwd | None = None,
+        listens_on: str | None = None,
         **env: str,
     ) -> None:
         """Start it and wait until it accepts connections.
@@ -50,6 +51,7 @@ class ServerProcess:
             name: For messages and the folder.
             command: Makes the command line from the port and the server's own folder.
             user: Runs it, instead of this process's user.
+            listens_on: A Unix socket in its folder that is the last to listen, instead of its port.
             env: Added to this process's environment.
 
         Raises:
@@ -58,6 +60,7 @@ class ServerProcess:
         self.folder = Path(tempfile.mkdtemp(prefix=f"shardstore-{name}-"))
         self.log = self.folder / "server.log"
         self.port = 0
+        self._listens_on = listens_on
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.stop)
         try:
@@ -106,7 +109,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env={**os.environ, **env},
+                env={**_own_environment(), **env},
                 start_new_session=True,
                 user=user.pw_uid if user else None,
                 group=user.pw_gid if user else None,
@@ -116,13 +119,18 @@ class ServerProcess:
     def _is_ready(self, process: subprocess.Popen[bytes]) -> bool:
         deadline = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline and process.poll() is None:
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", self.port), timeout=1.0),
-            ):
+            with contextlib.suppress(OSError):
+                self._connect()
                 return True
             time.sleep(_POLL_S)
         return False
+
+    def _connect(self) -> None:
+        if self._listens_on is None:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(self.folder / self._listens_on))
 
 
 def _descendants(pid: int) -> list[int]:
@@ -131,3 +139,8 @@ def _descendants(pid: int) -> list[int]:
     except OSError:
         return []
     return [found for child in map(int, children) for found in (child, *_descendants(child))]
+
+
+def _own_environment() -> dict[str, str]:
+    # Measuring the tests' coverage in a server would slow it down for nothing.
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
