@@ -29,8 +29,11 @@ def cached(name: str, install: Callable[[Path], None]) -> Path:
     found = base / name
     if found.is_dir():
         return found
-    base.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))
+    except OSError as error:
+        raise ServerUnavailableError(f"{name} would be installed below {base}: {error}") from error
     try:
         install(fresh)
         try:

@@ -22,7 +22,7 @@ class _Stoppable(Protocol):
 S = TypeVar("S", bound=_Stoppable)
 
 
-def _served(name: str, start: Callable[[], S]) -> Iterator[S]:
+def served(name: str, start: Callable[[], S]) -> Iterator[S]:
     """Start a server and stop it at the end; one that cannot run skips, unless it is required.
 
     SHARDSTORE_REQUIRE_SERVERS names required ones, by commas: s3, deviant, azure, gcs, sftp.
@@ -40,28 +40,28 @@ def _served(name: str, start: Callable[[], S]) -> Iterator[S]:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[MotoServer]:
     """S3 as it should be: moto."""
-    yield from _served("s3", MotoServer)
+    yield from served("s3", MotoServer)
 
 
 @pytest.fixture(scope="session")
 def deviant_s3_server() -> Iterator[RcloneServer]:
     """S3 that ignores exclusive create: rclone."""
-    yield from _served("deviant", RcloneServer)
+    yield from served("deviant", RcloneServer)
 
 
 @pytest.fixture(scope="session")
 def azure_server() -> Iterator[AzuriteServer]:
     """Azure: Azurite."""
-    yield from _served("azure", AzuriteServer)
+    yield from served("azure", AzuriteServer)
 
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[FakeGcsServer]:
     """Google Cloud Storage: fake-gcs-server."""
-    yield from _served("gcs", FakeGcsServer)
+    yield from served("gcs", FakeGcsServer)
 
 
 @pytest.fixture(scope="session")
 def sftp_server() -> Iterator[SftpServer]:
     """OpenSSH's sftp, with a key."""
-    yield from _served("sftp", SftpServer)
+    yield from served("sftp", SftpServer)

@@ -1,4 +1,4 @@
-"""Each fault of the proxy does what it says, seen by plain requests to moto and by a TCP echo."""
+"""Each fault of the proxy does what it says, seen by plain requests to moto."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,8 @@ BODY = bytes(range(256)) * 1024
 SIGNATURE = (  # moto wants one, and does not check it
     "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 )
+CUT = {"reset": (ConnectionResetError, 20.0), "hang": (TimeoutError, 0.5)}
+"""What the client sees, and how long it waits for it."""
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +126,13 @@ def test_a_put_is_cut_before_within_or_after(
     proxy: Proxy, s3_server: MotoServer, key: str, fault: str, stage: Stage, is_stored: bool
 ) -> None:
     struck = getattr(proxy, fault)(method="PUT", stage=stage, at=1000, times=1)
-    with pytest.raises(ConnectionResetError if fault == "reset" else TimeoutError):
-        _ask(proxy, "PUT", f"{key}-new", BODY, timeout_s=0.5)
-    assert struck.hits == 1
+    with pytest.raises(CUT[fault][0]):
+        _ask(proxy, "PUT", f"{key}-new", BODY, timeout_s=CUT[fault][1])
+    assert struck.wait(1) == 1
+    # The server may still be at it when the client has given up.
+    deadline = time.monotonic() + 30
+    while is_stored and _stored(s3_server, f"{key}-new") is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert _stored(s3_server, f"{key}-new") == (BODY if is_stored else None)
     assert _ask(proxy, "PUT", f"{key}-new", BODY)[0] == 200
 
@@ -136,8 +141,8 @@ def test_a_put_is_cut_before_within_or_after(
 @pytest.mark.parametrize("stage", ["head", "response"])
 def test_a_get_is_cut_before_or_within(proxy: Proxy, key: str, fault: str, stage: Stage) -> None:
     getattr(proxy, fault)(method="GET", stage=stage, at=1000)
-    with pytest.raises(ConnectionResetError if fault == "reset" else TimeoutError):
-        _ask(proxy, "GET", key, timeout_s=0.5)
+    with pytest.raises(CUT[fault][0]):
+        _ask(proxy, "GET", key, timeout_s=CUT[fault][1])
     assert _ask(proxy, "HEAD", key)[0] == 200
 
 
@@ -266,9 +271,11 @@ def test_rates_hold_for_each_connection_and_in_total(proxy: Proxy, key: str) -> 
     rate = len(BODY) / 0.3
     proxy.limit(per_connection=rate)
     assert time_s(1) >= 0.3
-    assert time_s(3) < 0.3 * 3
+    each_their_own = time_s(3)
     proxy.limit(total=rate)
-    assert time_s(3) >= 0.3 * 3
+    together = time_s(3)
+    assert together >= 0.3 * 3 - 0.1
+    assert each_their_own < together
     proxy.limit(delay_s=0.1)
     assert time_s(1) >= 0.2
     assert proxy.totals().max_parallel == 3
@@ -284,127 +291,3 @@ def test_uploads_are_paced_without_much_in_buffers(proxy: Proxy, key: str) -> No
 def test_a_server_that_is_down_is_a_reset(proxy: Proxy) -> None:
     with Proxy(1) as nowhere, pytest.raises(ConnectionResetError):
         _ask(nowhere, "GET", "/")
-
-
-class _Echo:
-    """Gives back what it is sent."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                while data := sock.recv(65536):
-                    sock.sendall(data)
-            except OSError:
-                return
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-
-@pytest.fixture(scope="module")
-def running_echo() -> Iterator[Proxy]:
-    server = _Echo()
-    with Proxy(server.port, is_http=False) as running:
-        yield running
-    server.close()
-
-
-@pytest.fixture
-def echo(running_echo: Proxy) -> Iterator[Proxy]:
-    """Without HTTP, in front of an echo; without faults, nothing counted."""
-    yield running_echo
-    running_echo.clear()
-    running_echo.reset_connections()
-    running_echo.forget()
-
-
-def _echoed(sock: socket.socket, data: bytes) -> bytes:
-    sock.sendall(data)
-    found = b""
-    while len(found) < len(data):
-        more = sock.recv(65536)
-        if not more:
-            break
-        found += more
-    return found
-
-
-def _connected(proxy: Proxy, timeout_s: float = 20.0) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", proxy.port), timeout=timeout_s)
-
-
-def test_plain_tcp_passes_and_is_counted(echo: Proxy) -> None:
-    with _connected(echo) as one, _connected(echo) as other:
-        assert _echoed(one, BODY[:50_000]) == BODY[:50_000]
-        assert _echoed(other, b"x") == b"x"
-        totals = echo.totals()
-    assert (totals.connections, totals.max_parallel, totals.nbytes_up, totals.nbytes_down) == (
-        2,
-        2,
-        50_001,
-        50_001,
-    )
-
-
-@pytest.mark.parametrize("stage", ["head", "request", "response"])
-def test_plain_tcp_is_reset_after_so_many_bytes(echo: Proxy, stage: Stage) -> None:
-    echo.reset(stage=stage, at=1000, times=1)
-    with pytest.raises(ConnectionResetError), _connected(echo) as sock:
-        _echoed(sock, BODY[:2000])
-    with _connected(echo) as sock:
-        assert _echoed(sock, BODY[:2000]) == BODY[:2000]
-
-
-@pytest.mark.parametrize("stage", ["head", "request", "response"])
-def test_plain_tcp_hangs_after_so_many_bytes(echo: Proxy, stage: Stage) -> None:
-    echo.hang(stage=stage, at=1000, times=1)
-    with _connected(echo, 0.3) as sock, pytest.raises(TimeoutError):
-        _echoed(sock, BODY[:2000])
-
-
-def test_plain_tcp_is_held_and_reset_and_refused(echo: Proxy) -> None:
-    with _connected(echo, 0.3) as sock:
-        assert _echoed(sock, b"1") == b"1"
-        echo.hold(True)
-        with pytest.raises(TimeoutError):
-            _echoed(sock, b"2")
-        echo.hold(False)
-        sock.settimeout(20)
-        assert sock.recv(1) == b"2"
-        echo.reset_connections()
-        with pytest.raises(ConnectionResetError):
-            sock.recv(1)
-    echo.outage(True)
-    with pytest.raises(ConnectionRefusedError):
-        _connected(echo)
-    echo.clear()
-    with _connected(echo) as sock:
-        assert _echoed(sock, b"3") == b"3"
-
-
-def test_plain_tcp_is_paced(echo: Proxy) -> None:
-    echo.limit(per_connection=100_000)
-    begin = time.monotonic()
-    with _connected(echo) as sock:
-        assert _echoed(sock, BODY[:30_000]) == BODY[:30_000]
-    assert time.monotonic() - begin >= 0.25
-
-
-def test_an_unknown_argument_of_a_fault_is_refused(echo: Proxy) -> None:
-    wrong: dict[str, Any] = {"key": "it"}
-    with pytest.raises(AssertionError, match="key"):
-        echo.reset(**wrong)

@@ -76,6 +76,8 @@ class Proxy:
             PYTHONPATH=str(_REPOSITORY),
         )  # fmt: skip
         self.port: Final = self._process.port
+        self.pid: Final = self._process.pid
+        self.folder: Final = self._process.folder
 
     def __enter__(self) -> Proxy:
         return self
@@ -205,7 +207,7 @@ class Proxy:
     def order(self, name: str, **arguments: Any) -> Any:
         """Have the proxy's process do something, and wait until it has."""
         with socket.socket(socket.AF_UNIX) as control:
-            control.connect(str(self._process.folder / "control"))
+            control.connect(str(self.folder / "control"))
             with control.makefile("rwb") as file:
                 file.write(json.dumps([name, arguments]).encode() + b"\n")
                 file.flush()
@@ -216,7 +218,7 @@ class Proxy:
     def _add(
         self, kind: Kind, match: dict[str, Any], stage: Stage = "head", at: int = 0, **options: Any
     ) -> Fault:
-        known = {"method", "path", "times", "skip"}
+        known = {"method", "path", "body", "times", "skip"}
         assert match.keys() <= known, f"unknown: {sorted(match.keys() - known)}"
         return Fault(
             self, self.order("add", kind=kind, stage=stage, at=at, options=options, **match)

@@ -14,6 +14,8 @@ from tests.servers.proxy.message import Framing, Head, error_answer
 from tests.servers.proxy.rules import Rule, Rules, Stage
 from tests.servers.proxy.wire import EndedError, Limits, Pace, Side, chunks
 
+_BEGINNING: Final = 4096
+
 
 class _StruckError(Exception):
     """The fault has been carried out; the connection is over."""
@@ -75,15 +77,19 @@ class HttpConnection:
             self._client.be_paced()
         self._counts.moved(nbytes, is_up=True)
         time.sleep(self._limits.delay_s)
+        self._up.restart()
         method, target = head.first.split(" ")[:2]
         self._is_last = head.is_last()
         request = self._counts.add(method, target)
-        rule = self._shared.rules.match(method, target)
+        beginning = b""
+        framing = head.request_body()
+        if self._shared.rules.wants_body() and isinstance(framing, int) and not head.get("expect"):
+            beginning = self._client.peek(min(framing, _BEGINNING))
+        rule = self._shared.rules.match(method, target, beginning)
         request.fault = rule.kind if rule is not None else None
         self._strike(rule, "head")
         if (head.get("expect") or "").lower() == "100-continue":
             self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            head.set("expect", None)  # the server would say so again
         instead = self._instead(rule, method, target)
         if instead is not None:
             for _ in _pieces(self._client, head.request_body(), self._limits.chunk):
@@ -133,8 +139,8 @@ class HttpConnection:
         request.status = fresh.status
         self._send_down(fresh.data())
         if method != "HEAD" and body:
-            self._send_down(body)
             request.nbytes_down = len(body)
+            self._send_down(body)
 
     def _pass_on(self, method: str, head: Head, request: Request, rule: Rule | None) -> Head:
         """Send the request to the server; returns the head of its answer."""
@@ -144,12 +150,12 @@ class HttpConnection:
         framing = head.request_body()
         for piece in _pieces(self._client, framing, self._limits.chunk):
             kept = piece if limit is None else piece[: limit - request.nbytes_up]
+            request.nbytes_up += kept.nbytes
             try:
                 self._send_up(server, _framed(kept, framing))
             except EndedError:  # it has answered before the whole body came
                 self._is_last = True
                 break
-            request.nbytes_up += kept.nbytes
             if limit is not None and request.nbytes_up >= limit:
                 break
         else:
@@ -161,13 +167,14 @@ class HttpConnection:
             if not data:
                 raise EndedError
             answer = Head.parse(data)
-            if answer.status >= 200:
+            if answer.status >= 200:  # 100 Continue the client has had from us
                 return answer
 
     def _relay_answer(
         self, method: str, answer: Head, request: Request, rule: Rule | None, asked: str | None
     ) -> None:
         assert self._server is not None
+        self._down.restart()
         framing = answer.answer_body(method)
         is_cut = rule is not None and rule.stage == "response"
         left = rule.at if rule is not None and is_cut else None
@@ -177,12 +184,6 @@ class HttpConnection:
         if rule is not None and rule.kind == "range" and asked and rule.options["claims_asked"]:
             total = (answer.get("content-range") or "/*").rpartition("/")[2]
             answer.set("content-range", f"{asked.replace('=', ' ', 1)}/{total}")
-        location = answer.get("location")
-        if location is not None:  # of a resumable upload: it too is to come through here
-            answer.set(
-                "location",
-                location.replace(f":{self._shared.upstream_port}", f":{self._shared.port}"),
-            )
         request.status = answer.status
         self._send_down(answer.data())
         for piece in _pieces(self._server, framing, self._limits.chunk):
@@ -194,8 +195,8 @@ class HttpConnection:
             ):
                 kept = memoryview(bytearray(kept))
                 kept[rule.at - request.nbytes_down] ^= 1
-            self._send_down(_framed(kept, framing))
             request.nbytes_down += kept.nbytes
+            self._send_down(_framed(kept, framing))
             if left is not None:
                 left -= kept.nbytes
                 if left == 0:
@@ -229,13 +230,13 @@ class HttpConnection:
 
     def _send_up(self, server: Side, data: bytes | memoryview) -> None:
         self._limits.wait(self._up, len(data), self._is_ended)
+        self._counts.moved(len(data), is_up=True)  # before the test can see the bytes arrive
         server.send(data)
-        self._counts.moved(len(data), is_up=True)
 
     def _send_down(self, data: bytes | memoryview) -> None:
         self._limits.wait(self._down, len(data), self._is_ended)
-        self._client.send(data)
         self._counts.moved(len(data), is_up=False)
+        self._client.send(data)
 
 
 def _pieces(side: Side, framing: Framing, most: Callable[[], int]) -> Iterator[memoryview]:

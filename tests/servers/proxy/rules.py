@@ -22,6 +22,8 @@ class Rule:
     """Regular expression for the whole method."""
     path: str = ""
     """Regular expression searched for in the path with its query, as on the wire."""
+    body: str = ""
+    """Regular expression searched for in the beginning of the body: where the name of what is put goes there."""
     times: int | None = None
     """So many requests; None: all until removed."""
     skip: int = 0
@@ -33,11 +35,13 @@ class Rule:
     hits: int = 0
     is_over: bool = False
 
-    def strikes(self, method: str, target: str) -> bool:
+    def strikes(self, method: str, target: str, body: str) -> bool:
         """Whether it is for this request; counts it then."""
         if self.is_over or (self.times is not None and self.hits >= self.times):
             return False
         if not re.fullmatch(self.method, method) or not re.search(self.path, target):
+            return False
+        if self.body and not re.search(self.body, body):
             return False
         if self.skip > 0:
             self.skip -= 1
@@ -66,11 +70,17 @@ class Rules:
             for each in self._rules if number is None else [number]:
                 self._rules[each].is_over = True
 
-    def match(self, method: str, target: str) -> Rule | None:
+    def wants_body(self) -> bool:
+        """Whether some fault asks for the beginning of the body."""
+        with self._changed:
+            return any(rule.body and not rule.is_over for rule in self._rules.values())
+
+    def match(self, method: str, target: str, body: bytes = b"") -> Rule | None:
         """The fault that this request meets."""
+        text = body.decode("latin-1")
         with self._changed:
             for rule in self._rules.values():
-                if rule.strikes(method, target):
+                if rule.strikes(method, target, text):
                     self._changed.notify_all()
                     return rule
         return None

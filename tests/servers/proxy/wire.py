@@ -24,10 +24,18 @@ class EndedError(Exception):
 class Pace:
     """Bytes per second, for one connection and direction or for all together. Any thread."""
 
+    _LATE_S: Final = 0.05
+    """So much of what a busy machine slept too long is made up for; more would be a burst after a pause."""
+
     def __init__(self) -> None:
         self.rate: float | None = None
         self._lock = threading.Lock()
-        self._due = 0.0
+        self._due = time.monotonic()
+
+    def restart(self) -> None:
+        """Forget that nothing went for a while."""
+        with self._lock:
+            self._due = max(self._due, time.monotonic())
 
     def wait(self, nbytes: int) -> None:
         """Return when so many bytes may go."""
@@ -35,9 +43,9 @@ class Pace:
             return
         with self._lock:
             now = time.monotonic()
-            self._due = max(self._due, now) + nbytes / self.rate
+            self._due = max(self._due, now - self._LATE_S) + nbytes / self.rate
             wait_s = self._due - now
-        time.sleep(wait_s)
+        time.sleep(max(0.0, wait_s))
 
 
 class Limits:
@@ -49,12 +57,6 @@ class Limits:
         self.delay_s = 0.0
         self.is_open: Final = threading.Event()
         self.is_open.set()
-
-    def pace(self) -> Pace:
-        """For one direction of a new connection."""
-        pace = Pace()
-        pace.rate = self.per_connection
-        return pace
 
     def wait(self, pace: Pace, nbytes: int, is_ended: Callable[[], bool]) -> None:
         """Return when so many bytes may go on a connection."""
@@ -115,6 +117,18 @@ class Side:
             found += more
         head, end, self._ahead = found.partition(end)
         return head + end
+
+    def peek(self, nbytes: int) -> bytes:
+        """The next `nbytes`, which stay to be read."""
+        found = self._ahead
+        while len(found) < nbytes:
+            self._ahead = b""
+            more = bytes(self.read(CHUNK))
+            if not more:
+                raise EndedError
+            found += more
+        self._ahead = found
+        return found[:nbytes]
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all of it."""
