@@ -317,6 +317,26 @@ def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(make: Make
     assert failed == []
 
 
+def test_of_many_who_create_at_the_same_moment_one_wins_every_time(make: Make) -> None:
+    """Each with a connection that is there already: nothing but the server is in between."""
+    stores = [make() for _ in range(6)]
+    barrier = threading.Barrier(len(stores))
+
+    def create(index: int) -> list[bool]:
+        stores[index].check()
+        won = []
+        for number in range(12):
+            barrier.wait()
+            won.append(stores[index].create(f"key {number}", b"%d" % index))
+        return won
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        outcomes = list(zip(*pool.map(create, range(len(stores))), strict=True))
+    assert [sum(won) for won in outcomes] == [1] * 12
+    for number, won in enumerate(outcomes):
+        assert read(stores[0], f"key {number}") == b"%d" % won.index(True)
+
+
 def test_an_upload_that_lacks_bytes_is_not_completed(make: Make, root: Path) -> None:
     store = make()
     upload = store.begin("a", 2 * PART, PART)
