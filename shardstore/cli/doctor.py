@@ -10,10 +10,9 @@ import click
 from shardstore.cli.checks.check import Check
 from shardstore.cli.output import note, say, say_status, write_json
 from shardstore.cli.parameters import json_option, memory_dir_option
-from shardstore.cli.places import PlaceError
-from shardstore.engine.catalog import Catalog
+from shardstore.cli.places import PlaceError, open_catalog
 from shardstore.engine.listing import resolve_root
-from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.places import nearest
 
@@ -60,6 +59,7 @@ def _run(root: str | None, *, memory_dir: str, with_speed: bool) -> list[Check]:
     from shardstore.cli.checks.folder import check_room, check_writing
     from shardstore.cli.checks.host import check_host
     from shardstore.cli.checks.jobs import check_jobs
+    from shardstore.cli.checks.remote import check_remote
     from shardstore.cli.checks.speed import check_disk_speed, check_memory_speed
 
     try:
@@ -68,7 +68,13 @@ def _run(root: str | None, *, memory_dir: str, with_speed: bool) -> list[Check]:
         raise PlaceError(str(error)) from None
     ops = current_ops()
     checks = check_host(memory_dir, ops, has_root=path is not None)
-    if path is not None:
+    if path is not None and is_url(path):
+        catalog = open_catalog(path)
+        remote = check_remote(catalog.tier, with_speed=with_speed)
+        checks += remote
+        if remote[0].status == "ok":
+            checks += check_jobs(catalog)
+    elif path is not None:
         found = nearest(path)
         if not os.path.isdir(found):
             text = f"{path} cannot be a folder: {found} is no folder"
@@ -78,7 +84,7 @@ def _run(root: str | None, *, memory_dir: str, with_speed: bool) -> list[Check]:
                 text = f"{path} does not exist yet: its parent {found} is looked at"
                 checks.append(Check("root", "ok", text))
             checks += check_room(path, found, ops)
-            checks += check_jobs(Catalog(DiskTier(path, name="root", ops=ops)))
+            checks += check_jobs(open_catalog(path))
             writing = check_writing(found, ops)
             checks += writing
             if with_speed and all(check.status != "fail" for check in writing):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import click
 
+from shardstore.cli.places import open_catalog
 from shardstore.engine.listing import resolve_disk, resolve_name
 from shardstore.errors import ShardStoreError
 from shardstore.format.gist import Gist, read_gist
-from shardstore.format.manifest import shard_file_name
 from shardstore.format.records import SnapshotId
 from shardstore.format.shardfile import header_length
+from shardstore.tiers.base import RootTier, ShardReader
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.diskshard import DiskReader
 from shardstore.tiers.fileops import current_ops
@@ -26,7 +28,7 @@ class Near:
 
     memory: Namespace | None
     disk: DiskTier | None
-    root: DiskTier
+    root: RootTier
 
     def ids(self) -> set[SnapshotId]:
         """Snapshots of which some rank has a file here."""
@@ -44,20 +46,21 @@ class Near:
 
     def gist(self, snapshot_id: SnapshotId) -> Gist | None:
         """What some copy here or on the root says of itself; None if none can be read."""
-        for path in self._paths(snapshot_id):
-            gist = _gist(path)
+        for open_reader in self._copies(snapshot_id):
+            gist = _gist(open_reader)
             if gist is not None and gist.id == snapshot_id:
                 return gist
         return None
 
-    def _paths(self, snapshot_id: SnapshotId) -> Iterator[str]:
+    def _copies(self, snapshot_id: SnapshotId) -> Iterator[Callable[[], ShardReader]]:
         """A copy in each tier, near to far."""
         path = self.memory.shard_path(snapshot_id) if self.memory is not None else None
         if path is not None:
-            yield path
-        for tier in (self.root,) if self.disk is None else (self.disk, self.root):
+            yield partial(DiskReader, current_ops(), "memory", path)
+        tiers: list[RootTier] = [self.root] if self.disk is None else [self.disk, self.root]
+        for tier in tiers:
             for rank in tier.list_ranks(snapshot_id)[:1]:
-                yield os.path.join(tier.location, snapshot_id.name, shard_file_name(rank))
+                yield partial(tier.open_shard, snapshot_id, rank)
 
 
 def look_near(root: str, *, memory_dir: str, name: str | None, disk: str | None) -> Near:
@@ -77,13 +80,13 @@ def look_near(root: str, *, memory_dir: str, name: str | None, disk: str | None)
     if base is not None:
         location = os.path.join(base, f"shardstore-{os.getuid()}", folder)
         on_disk = DiskTier(location, name="disk", ops=current_ops())
-    return Near(memory, on_disk, DiskTier(root, name="root", ops=current_ops()))
+    return Near(memory, on_disk, open_catalog(root).tier)
 
 
-def _gist(path: str) -> Gist | None:
+def _gist(open_reader: Callable[[], ShardReader]) -> Gist | None:
     try:
-        with DiskReader(current_ops(), "memory", path) as reader:
-            length = header_length(reader.read(0, 8), reader.nbytes, source=path)
+        with open_reader() as reader:
+            length = header_length(reader.read(0, 8), reader.nbytes, source=reader.source)
             return read_gist(reader.read(0, 8 + length), file_nbytes=reader.nbytes)
     except ShardStoreError:
         return None

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import click
@@ -14,12 +15,16 @@ from shardstore.cli.foreign import is_near_tier, is_root, looks_like, roots_belo
 from shardstore.cli.output import note
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import resolve_root
+from shardstore.errors import ShardStoreError
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.fileops import current_ops
 from shardstore.tiers.places import nearest
+from shardstore.tiers.roots import open_root
 
 _MAX_NAMES: Final = 4
+_PATIENCE_S: Final = 90.0
+"""With remote storage: somebody waits at a terminal."""
 
 
 class PlaceError(click.ClickException):
@@ -40,7 +45,27 @@ class Place:
     @property
     def catalog(self) -> Catalog:
         """Its registers."""
-        return Catalog(DiskTier(self.root, name="root", ops=current_ops()))
+        return open_catalog(self.root)
+
+
+def open_catalog(root: str) -> Catalog:
+    """Registers of a resolved root.
+
+    Raises:
+        PlaceError: Nothing can open it.
+    """
+    try:
+        if is_url(root):
+            return _open_remote(root)
+        return Catalog(open_root(root, current_ops()))
+    except (ValueError, ShardStoreError) as error:
+        raise PlaceError(str(error)) from None
+
+
+@lru_cache(maxsize=4)
+def _open_remote(root: str) -> Catalog:
+    """One client for a command."""
+    return Catalog(open_root(root, current_ops(), timeout_s=_PATIENCE_S))
 
 
 def find_root(text: str, *, may_be_empty: bool = False) -> Place:
@@ -58,6 +83,8 @@ def find_root(text: str, *, may_be_empty: bool = False) -> Place:
     except ValueError as error:
         raise PlaceError(str(error)) from None
     assert path is not None
+    if is_url(path):
+        return _find_remote(path, may_be_empty=may_be_empty)
     if not os.path.lexists(path):
         raise _missing(path)
     given = SnapshotId.parse(os.path.basename(path))
@@ -80,6 +107,33 @@ def find_root(text: str, *, may_be_empty: bool = False) -> Place:
             return Place(path, is_empty=True)
         raise PlaceError(f"{path} is empty: nothing was saved here yet, or another path was meant")
     raise _foreign(path, names)
+
+
+def _find_remote(url: str, *, may_be_empty: bool) -> Place:
+    """On remote storage there are no folders: what has a name below it is one."""
+    root, given = url, None
+    for _ in range(2):  # a snapshot's folder, or a file in it
+        parent, _, last = root.rpartition("/")
+        given = SnapshotId.parse(last)
+        if given is not None:
+            root = parent
+            note(f"{url} is in one snapshot: its root is {root}")
+            return Place(root, given)
+        if root != url or "." not in last:
+            break
+        root = parent
+    try:
+        names = [name for name, _ in open_catalog(url).tier.list_names()]
+    except ShardStoreError as error:
+        raise PlaceError(str(error)) from None
+    if is_root(names):
+        return Place(url)
+    if names:
+        raise _foreign(url, names)
+    if may_be_empty:
+        note(f"{url} is empty: nothing was saved here yet, or another address was meant")
+        return Place(url, is_empty=True)
+    raise PlaceError(f"{url} is empty: nothing was saved here yet, or another address was meant")
 
 
 def _note_no_folders(root: str) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardstore.engine.catalog import Catalog, RootEntry, State
+import msgspec
+
+from shardstore.engine.catalog import Catalog, RootEntry
+from shardstore.engine.overview import Overview, State
 from shardstore.engine.sealed import SealedShard
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
-from shardstore.format.manifest import MANIFEST_NAME, Register, read_register, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, Register, shard_file_name
 from shardstore.format.marks import MARKS, Mark
 from shardstore.format.records import Manifest, SnapshotId
 from shardstore.tiers.base import RootTier
@@ -35,7 +38,7 @@ class Attempt:
     register: Register | None = None
     """None where there is none that can be read, or it is `aborted`."""
     why: str = ""
-    """Why it is no snapshot to rely on; empty for a good one."""
+    """Why it is no snapshot to rely on, or that only a part of it is here; empty for a good one."""
     marks: frozenset[Mark] = frozenset()
     """Beside it: `pinned`; `damaged` if a restore or `verify` found it so."""
 
@@ -50,6 +53,7 @@ class RankFile:
     expected_bytes: int | None
     """What the manifest says, None without one."""
     host: str
+    """Where its rank ran; where hosts share no root, a file that is not here is there."""
     problem: str = ""
 
 
@@ -79,37 +83,35 @@ def find_attempts(catalog: Catalog) -> list[Attempt]:
     Raises:
         TierError: The root itself cannot be listed.
     """
-    return [_attempt(catalog, snapshot_id) for snapshot_id in catalog.ids()]
+    overview = catalog.overview()
+    return [_attempt(catalog, overview, snapshot_id) for snapshot_id in overview.ids]
 
 
-def _attempt(catalog: Catalog, snapshot_id: SnapshotId) -> Attempt:
-    try:
-        data = catalog.tier.read_manifest(snapshot_id)
-        ranks = catalog.tier.list_ranks(snapshot_id)
-        marks = catalog.tier.marks(snapshot_id)
-        register = None if data is None else read_register(data, expect=snapshot_id)
-        if register is not None and register.state == "committed":
-            missing = sorted({*range(register.world_size)} - {*ranks})
-            if missing:
-                return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
-            return Attempt(
-                snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks
-            )
-        entry = catalog.entry(snapshot_id)
-    except TierError as error:
-        return Attempt(snapshot_id, "damaged", why=str(error))
-    if entry.state == "torn":
-        return Attempt(snapshot_id, "torn", why=f"no manifest; {_files_of(ranks)}")
-    if entry.state == "aborted":
-        reason = entry.manifest.reason if entry.manifest is not None else ""
-        return Attempt(snapshot_id, "aborted", why=reason)
-    return Attempt(snapshot_id, entry.state, why=manifest_problem(catalog, entry), marks=marks)
+def _attempt(catalog: Catalog, overview: Overview, snapshot_id: SnapshotId) -> Attempt:
+    ranks, marks = overview.ranks(snapshot_id), overview.marks(snapshot_id)
+    register = overview.registers.get(snapshot_id)
+    if register is None:
+        if snapshot_id not in overview.problems:
+            return Attempt(snapshot_id, "torn", why=f"no manifest; {_files_of(ranks)}")
+        why = _bare(catalog, snapshot_id, overview.problems[snapshot_id])
+        return Attempt(snapshot_id, "damaged", why=why, marks=marks)
+    if register.state == "aborted":
+        return Attempt(snapshot_id, "aborted", why=register.reason)
+    missing = sorted(overview.needed(register) - {*ranks})
+    if missing:
+        return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
+    why = _WHY_MARKED["damaged" in marks] or part_here(register, ranks)
+    return Attempt(snapshot_id, "committed", register, why, marks)
 
 
 def manifest_problem(catalog: Catalog, entry: RootEntry) -> str:
     """What is wrong with a manifest, for whoever knows which one it is."""
-    path = os.path.join(catalog.tier.location, entry.id.name, MANIFEST_NAME)
-    return entry.problem.removeprefix(f"{catalog.tier.name}: {path}: ")
+    return _bare(catalog, entry.id, entry.problem)
+
+
+def _bare(catalog: Catalog, snapshot_id: SnapshotId, problem: str) -> str:
+    path = os.path.join(catalog.tier.location, snapshot_id.name, MANIFEST_NAME)
+    return problem.removeprefix(f"{catalog.tier.name}: {path}: ")
 
 
 def _files_of(ranks: Iterable[int]) -> str:
@@ -131,6 +133,23 @@ def list_ranks(ranks: Iterable[int]) -> str:
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:_MAX_SHOWN]]
     rest = f" and more, {len(ordered)} in all" if spans[_MAX_SHOWN:] else ""
     return f"rank{'s' if ordered[1:] else ''} {', '.join(texts)}{rest}"
+
+
+def part_here(manifest: Manifest | Register, ranks: Collection[int]) -> str:
+    """Where hosts share no root: which part of a snapshot is on this one, and who has the rest; else empty.
+
+    Args:
+        manifest: Of a committed one.
+        ranks: Whose files are here.
+    """
+    others = sorted({*range(manifest.world_size)} - {*ranks})
+    if manifest.here is msgspec.UNSET or not others:
+        return ""
+    hosts = sorted({manifest.shards[rank].host for rank in others})
+    return (
+        f"complete as far as this root goes: {list_ranks(manifest.here)} of {manifest.world_size}; "
+        f"{list_ranks(others)} on host{'s' if hosts[1:] else ''} {', '.join(hosts[:_MAX_SHOWN])}"
+    )
 
 
 def missing_files(ranks: Iterable[int]) -> str:
@@ -157,7 +176,11 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     if manifest is not None and entry.state == "committed":
         files = _listed(manifest, sizes)
         world_size: int | None = manifest.world_size
-        problems += [f"{shard_file_name(f.rank)}: {f.problem}" for f in files if f.problem]
+        problems += [
+            f"{shard_file_name(f.rank)}: {f.problem}"
+            for f in files
+            if f.problem and manifest.shards[f.rank].twin is msgspec.UNSET
+        ]
     else:
         bad: dict[int, str] = {}
         if entry.state != "aborted":
@@ -205,11 +228,11 @@ def _files_in(
 
 
 def _listed(manifest: Manifest, sizes: Mapping[int, int]) -> tuple[RankFile, ...]:
-    files = []
+    files, here = [], {*manifest.ranks_here}
     for shard in manifest.shards:
         found, problem = sizes.get(shard.rank), ""
         if found is None:
-            problem = "missing"
+            problem = "missing" if shard.rank in here else ""
         elif found < 0:
             found, problem = None, "is no file: a link, a folder or a pipe"
         elif found != shard.nbytes:

@@ -6,11 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from shardstore.engine.liveness import RunRecord, decode_record
+from shardstore.engine.overview import (
+    KnownRegisters,
+    Overview,
+    State,
+    is_cut,
+    older_indexes,
+    tags_of,
+)
 from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.errors import (
     CorruptSnapshotError,
@@ -31,8 +39,6 @@ from shardstore.tiers.base import RootTier
 _LOG: Final = logging.getLogger("shardstore")
 _PEEK_NBYTES: Final = 1 << 16
 
-State = Literal["committed", "aborted", "torn", "damaged"]
-
 
 @dataclass(frozen=True, slots=True)
 class RootEntry:
@@ -48,9 +54,18 @@ class RootEntry:
 class Catalog:
     """The root's registers. Reading is for every rank; writing for the ranks that P4 names."""
 
-    def __init__(self, tier: RootTier) -> None:
-        """Wrap a root tier; nothing is read or written yet."""
+    def __init__(self, tier: RootTier, *, spans_hosts: bool = False) -> None:
+        """Wrap a root tier; nothing is read or written yet.
+
+        Args:
+            tier: Of the root.
+            spans_hosts: It shows the roots of all hosts, where each has its own (`jointroot`).
+        """
         self.tier = tier
+        self._known = KnownRegisters()
+        self._keeps_index = False
+        self._was_exclusive = True
+        self.spans_hosts = spans_hosts
 
     # ------------------------------------------------------------------- reads
 
@@ -104,33 +119,87 @@ class Catalog:
             return "torn"
         return read_register(data, expect=snapshot_id) or self._judge(snapshot_id, data).state
 
+    def overview(self) -> Overview:
+        """All attempts, their files and registers, in as few looks as the tier allows.
+
+        Raises:
+            TierError: The root cannot be listed. A single register that cannot be read is a problem of it.
+        """
+        survey = self.tier.survey()
+        tags = tags_of(survey.attempts)
+        registers: dict[SnapshotId, Register] = {}
+        problems: dict[SnapshotId, str] = {}
+        unread: dict[SnapshotId, TierError] = {}
+        if self.tier.keeps_index and any(
+            self._known.get(i, tag) is None for i, tag in tags.items()
+        ):
+            self._known.load(self.tier, survey.names)
+        for snapshot_id, tag in tags.items():
+            known = self._known.get(snapshot_id, tag)
+            if known is not None:
+                registers[snapshot_id] = known
+        for snapshot_id, data in self.tier.read_manifests(
+            [i for i in tags if i not in registers]
+        ).items():
+            if isinstance(data, TierError):
+                problems[snapshot_id], unread[snapshot_id] = str(data), data
+            elif data is not None:
+                register = read_register(data, expect=snapshot_id)
+                if register is None:
+                    problems[snapshot_id] = self._judge(snapshot_id, data).problem
+                else:
+                    registers[snapshot_id] = register
+                    self._known.put(register, tags[snapshot_id])
+        return Overview(
+            survey.attempts, registers, problems, unread, survey.names, self.spans_hosts
+        )
+
+    def keep_index(self, run: int, added: SnapshotId, dropped: Collection[SnapshotId] = ()) -> None:
+        """Write down what is known of all registers, for those who list the root without having read them.
+
+        Args:
+            run: Number of this run.
+            added: What was committed just now.
+            dropped: What was deleted since the last time.
+
+        Raises:
+            TierError: The root cannot be read, or written to.
+        """
+        if not self.tier.keeps_index:
+            return
+        if not self._keeps_index:
+            self._keeps_index = True
+            names = (
+                self.overview().root_names
+            )  # what earlier runs knew is in this one's from now on
+            self._known.save(self.tier, run)
+            for name in older_indexes(names, run):
+                self.tier.remove_small(name)
+            return
+        self._known.drop(dropped)
+        data, tag = self.tier.read_manifest(added), self.tier.register_tag(added)
+        register = None if data is None else read_register(data, expect=added)
+        if register is not None:
+            self._known.put(register, tag)
+        self._known.save(self.tier, run)
+
     def committed(self) -> list[Register]:
         """Registers of all committed snapshots, oldest first.
 
-        Passed over are those with a damaged manifest or without a file for every rank.
+        Passed over are those with a damaged manifest, or without the file of a rank that belongs here and
+        has no twin.
         """
-        found = (self._register_or_damaged(snapshot_id) for snapshot_id in self.ids())
-        registers = [r for r in found if isinstance(r, Register) and r.state == "committed"]
-        return [r for r in registers if {*range(r.world_size)} <= {*self._ranks(r.id)}]
+        return self.overview().committed()
 
-    def is_cut(self, register: Register) -> bool:
+    def is_cut(self, register: Register, overview: Overview | None = None) -> bool:
         """Whether a file has not the size that the register says, as in a copy that did not end.
 
         Raises:
             TierError: The folder cannot be listed.
         """
-        sizes = dict(self.tier.list_names(register.id.name))
-        return any(
-            sizes.get(shard_file_name(rank)) != shard.nbytes
-            for rank, shard in enumerate(register.shards)
-        )
-
-    def _ranks(self, snapshot_id: SnapshotId) -> list[int]:
-        """Ranks whose shard is there; none if the folder cannot be listed."""
-        try:
-            return self.tier.list_ranks(snapshot_id)
-        except TierError:
-            return []
+        sizes = overview.sizes(register.id) if overview is not None else None
+        names = sizes or dict(self.tier.list_names(register.id.name))
+        return is_cut(register, names, spans_hosts=self.spans_hosts)
 
     def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
         """Read and check the header of one shard file.
@@ -147,7 +216,8 @@ class Catalog:
 
     def publish(self, manifest: Manifest) -> bool:
         """Commit; False if it was aborted, whether or not the register still says so: that stands."""
-        data, ranks = encode_manifest(manifest), range(manifest.world_size)
+        data = encode_manifest(manifest)
+        ranks = {shard.rank: shard.nbytes for shard in manifest.shards}
         stored = self.tier.create_manifest(manifest.id, data, make_folder=False, ranks=ranks)
         if stored is None:
             return False
@@ -191,8 +261,9 @@ class Catalog:
                 self.tier.remove_deleted(name)
             except TierError as error:
                 _LOG.warning("%s (it is no snapshot any more; removal is tried again)", error)
-        for snapshot_id in self.ids():
-            if snapshot_id.run not in spare_runs and self.state(snapshot_id) == "aborted":
+        overview = self.overview()
+        for snapshot_id in overview.ids:
+            if snapshot_id.run not in spare_runs and overview.state(snapshot_id) == "aborted":
                 self.try_remove(snapshot_id)
 
     def try_remove(self, snapshot_id: SnapshotId) -> None:
@@ -234,7 +305,9 @@ class Catalog:
 
     def pinned(self) -> set[SnapshotId]:
         """All pinned snapshots, whoever pinned them. A pin beside what is no snapshot is ignored."""
-        return {i for i in self.ids() if self.is_pinned(i) and self.is_listed(i)}
+        overview = self.overview()
+        listed = [i for i in overview.ids if overview.state(i) in ("committed", "damaged")]
+        return {i for i in listed if "pinned" in overview.marks(i)}
 
     def is_pinned(self, snapshot_id: SnapshotId) -> bool:
         """Whether there is a pin beside this one."""
@@ -280,7 +353,16 @@ class Catalog:
     def sees_run(self, run: int, nonce: str) -> bool:
         """Whether this host sees the record that rank 0 wrote: the root is shared."""
         record = self.run_record(run)
-        return record is not None and record.nonce == nonce
+        if record is None or record.nonce != nonce:
+            return False
+        self._was_exclusive = record.is_exclusive
+        return True
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether registers are created exclusively, as rank 0 found it out at the first save."""
+        found = self.tier.is_exclusive
+        return self._was_exclusive if found is None else found
 
     def run_record(self, run: int) -> RunRecord | None:
         """Who claimed a number; None if nothing readable says so."""

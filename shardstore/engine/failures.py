@@ -20,7 +20,16 @@ failed save never answers, and waits meanwhile for this rank in a later one: thi
 class _Known:
     step: int
     failure: Failure
-    point: AgreedPoint
+    point: AgreedPoint | None
+    """Where to raise it; None: nowhere before `drain` or `close`."""
+
+    def is_due(self, count: int) -> bool:
+        """Whether save `count` raises it. Without an agreed point some rank is gone: who is left raises now."""
+        return self.point is not None and (self.point.reached(count) or self.point.is_undecided())
+
+    def is_untold(self) -> bool:
+        """Not where every rank raised it by itself, in its own save."""
+        return self.point is None or not self.point.all_flagged()
 
 
 class Failures:
@@ -49,6 +58,11 @@ class Failures:
         lost(self._session, save, "failed", failure, is_warning=is_here or self._only_warn)
         if self._only_warn:
             return
+        if failure.is_outage:
+            # Training goes on through an outage of the root; what is near is whole.
+            with self._lock:
+                self._known.append(_Known(save.step, failure, None))
+            return
         with self._lock:
             point = AgreedPoint(
                 self._session.coordinator,
@@ -67,9 +81,7 @@ class Failures:
         """What save `count` must raise; waits for the other ranks' answer only after a failure."""
         with self._lock:
             known = list(self._known)
-        # Without an agreed point some rank is gone: who is left raises now, rather than never.
-        due = [k for k in known if k.point.reached(count) or k.point.is_undecided()]
-        return self._take(due)
+        return self._take([k for k in known if k.is_due(count)])
 
     def rest(self) -> SaveFailedError | None:
         """What `drain` or `close` must raise."""
@@ -80,8 +92,7 @@ class Failures:
     def _take(self, due: list[_Known]) -> SaveFailedError | None:
         with self._lock:
             self._known = [k for k in self._known if k not in due]
-        # Where every rank raised it by itself, in its own save, nothing is left to tell.
-        untold = [k for k in due if not k.point.all_flagged()]
+        untold = [k for k in due if k.is_untold()]
         if not untold:
             return None
         first = untold[0]

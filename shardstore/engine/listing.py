@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -15,8 +16,9 @@ from shardstore.engine.catalog import Catalog
 from shardstore.errors import shown
 from shardstore.format.manifest import Register
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.addresses import is_url, resolve_address
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.roots import open_root
 
 if TYPE_CHECKING:
     from shardstore.engine.session import Session
@@ -40,25 +42,17 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     pinned: bool
     """Retention never deletes it."""
     metadata: object
+    here: tuple[int, ...] | None = None
+    """Where hosts share no root: ranks whose files are on this one. None: all."""
 
 
 def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
-    """Absolute path of a local root.
+    """Absolute path or URL of a root.
 
     Raises:
-        ValueError: No path, empty, or a URL of remote storage.
+        ValueError: Neither, empty, or not to be told from another place.
     """
-    if root is None:
-        return None
-    text = check_path(root, what="root")
-    match = _SCHEME.match(text)
-    if match and match[1].lower() == "file":
-        text = text[len("file://") :]
-    elif match:
-        raise ValueError(
-            f"root={text!r}: this version stores on local and mounted file systems only; give a path"
-        )
-    return os.path.abspath(os.path.expanduser(text))
+    return None if root is None else resolve_address(check_path(root, what="root"))
 
 
 def resolve_disk(disk: str | os.PathLike[str] | None) -> str | None:
@@ -81,7 +75,10 @@ def resolve_disk(disk: str | os.PathLike[str] | None) -> str | None:
 def resolve_name(name: object, root: str | None) -> str | None:
     """Folder name of the memory namespace; None for anonymous memory (neither name nor root)."""
     if name is None:
-        return None if root is None else xxhash.xxh3_64_hexdigest(os.path.realpath(root).encode())
+        if root is None:
+            return None
+        place = root if is_url(root) else os.path.realpath(root)
+        return xxhash.xxh3_64_hexdigest(place.encode())
     if not isinstance(name, str) or not name:
         raise ValueError(f"name must be a non-empty string, got {shown(name)}")
     try:
@@ -103,6 +100,7 @@ def info_of(manifest: Register, tiers: tuple[str, ...], *, pinned: bool) -> Snap
         created=manifest.created,
         pinned=pinned,
         metadata=manifest.metadata,
+        here=None if manifest.here is msgspec.UNSET else manifest.here,
     )
 
 
@@ -117,31 +115,39 @@ def list_session(session: Session) -> list[SnapshotInfo]:
             for i, info in session.complete.items()
             if i in near
         }
-    if session.catalog is not None:
-        on_root = set(session.catalog.ids())
-        for snapshot_id in on_root & found.keys():
+    catalog = session.own_catalog
+    if catalog is not None:
+        overview = catalog.overview()
+        for snapshot_id in overview.names.keys() & found.keys():
             # What a restore would pass over is not listed, whole as the memory copy may be.
-            if session.catalog.state(snapshot_id) in ("aborted", "damaged"):
+            if overview.state(snapshot_id) in ("aborted", "damaged"):
                 del found[snapshot_id]
-        for manifest in session.catalog.committed():
+        for manifest in overview.committed():
             tiers = near.get(manifest.id, ()) if manifest.id in found else ()
-            pinned = manifest.id in session.pinned or session.catalog.is_pinned(manifest.id)
+            pinned = manifest.id in session.pinned or "pinned" in overview.marks(manifest.id)
             found[manifest.id] = info_of(manifest, (*tiers, "root"), pinned=pinned)
     return [found[i] for i in sorted(found, key=lambda i: i.order)]
 
 
-def list_snapshots(root: str | os.PathLike[str]) -> list[SnapshotInfo]:
-    """Committed snapshots in a root folder, oldest first. Read-only; needs no store, ranks or torch.
+def list_snapshots(
+    root: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> list[SnapshotInfo]:
+    """Committed snapshots in a root, oldest first. Read-only; needs no store, ranks or torch.
+
+    Args:
+        root: Path or URL.
+        storage_options: For the client of remote storage.
 
     Raises:
-        ValueError: `root` is not a path.
-        TierError: The folder cannot be read.
+        ValueError: `root` is neither.
+        TierError: It cannot be read.
     """
     resolved = resolve_root(root)
     if resolved is None:
-        raise ValueError("root must be a path")
-    catalog = Catalog(DiskTier(resolved, name="root", ops=FileOps()))
+        raise ValueError("root must be a path or a URL")
+    catalog = Catalog(open_root(resolved, FileOps(), storage_options=storage_options))
+    overview = catalog.overview()
     return [
-        info_of(manifest, ("root",), pinned=catalog.is_pinned(manifest.id))
-        for manifest in catalog.committed()
+        info_of(manifest, ("root",), pinned="pinned" in overview.marks(manifest.id))
+        for manifest in overview.committed()
     ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardstore.cluster.coordination import Coordinator
 from shardstore.errors import TierError, TierFullError
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.adoption import Adopted, adopt_files, make_memory_folder
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.limits import Room, measured_budget, tightest_room
@@ -68,7 +69,7 @@ def open_memory(
 
 def warn_of_root(options: OpenOptions, memory: MemoryTier, rank: int, ops: FileOps) -> None:
     """Say once, on rank 0, that a root on a tmpfs is not durable."""
-    if options.root is None or rank != 0:
+    if options.root is None or rank != 0 or is_url(options.root):
         return
     memory_dir = None if memory.folder is None else options.memory_dir
     doubt = doubts_about_root(options.root, memory_dir, ops)

@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.latepublish import whole_shards
 from shardstore.engine.liveness import Judgement, Liveness, RunRecord, decode_record, judge
+from shardstore.engine.overview import Overview
 from shardstore.errors import FormatVersionError, ShardStoreError, TierError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
@@ -151,15 +152,13 @@ class _Search:
 
     def all(self) -> list[Orphan]:
         found = list(self._unreadable)
-        states = {}
-        for snapshot_id in self._catalog.ids():
-            try:
-                states[snapshot_id] = self._catalog.settled_state(snapshot_id)
-            except ShardStoreError as error:
-                found.append(
-                    Orphan("unreadable", snapshot_id.name, "", snapshot_id, 0, "unknown", False, str(error))
-                )  # fmt: skip
-        newest = self._newest_good()
+        overview = self._catalog.overview()
+        states = {i: overview.state(i) for i in overview.ids if i not in overview.unread}
+        for snapshot_id, error in overview.unread.items():
+            found.append(
+                Orphan("unreadable", snapshot_id.name, "", snapshot_id, 0, "unknown", False, str(error))
+            )  # fmt: skip
+        newest = self._newest_good(overview)
         for snapshot_id, state in states.items():
             if state == "torn":
                 found.append(self._torn(snapshot_id, newest))
@@ -167,17 +166,20 @@ class _Search:
                 found.append(self._aborted(snapshot_id))
             else:
                 found += self._temps(snapshot_id)
+        found += self._unfinished()
         found += [self._deleted(name) for name in self._catalog.tier.list_deleted()]
         found += self._run_temps()
         return sorted(found, key=lambda o: (o.id.order if o.id else (0, 0, ""), o.path))
 
     # ------------------------------------------------------------------ attempts
 
-    def _newest_good(self) -> SnapshotId | None:
+    def _newest_good(self, overview: Overview) -> SnapshotId | None:
         """The newest committed one that nothing speaks against: a restart falls back from what is newer."""
-        marks, is_cut = self._catalog.tier.marks, self._catalog.is_cut
-        found = self._catalog.committed()
-        good = [r.id for r in found if "damaged" not in marks(r.id) and not is_cut(r)]
+        good = [
+            r.id
+            for r in overview.committed()
+            if "damaged" not in overview.marks(r.id) and not self._catalog.is_cut(r, overview)
+        ]
         return max(good, key=lambda i: i.order, default=None)
 
     def _torn(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> Orphan:
@@ -187,6 +189,11 @@ class _Search:
 
     def _needed(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> str:
         """What a restart would do with a torn attempt; empty for nothing."""
+        if self._is_of_several_roots(snapshot_id):
+            return (
+                "its run kept a root on each of several hosts, and another one may have committed it: the "
+                "next run on all of them settles that"
+            )
         where = self._memory.where.get(snapshot_id)
         is_old = newest is not None and snapshot_id.order < newest.order
         if where is None and not is_old:
@@ -212,7 +219,18 @@ class _Search:
         judgement = self._own_run(snapshot_id)
         if judgement.liveness != "alive":
             judgement = Judgement("dead", "its register says that it is no snapshot")
-        return self._orphan("aborted", snapshot_id, judgement)
+        against = ""
+        if self._is_of_several_roots(snapshot_id):
+            against = (
+                "its run kept a root on each of several hosts, and others may not know yet that it is no "
+                "snapshot: the next run on all of them removes it"
+            )
+        return self._orphan("aborted", snapshot_id, judgement, against)
+
+    def _is_of_several_roots(self, snapshot_id: SnapshotId) -> bool:
+        """Whether other hosts have parts of it, which cannot be seen from this one."""
+        record = self._records.get(snapshot_id.run)
+        return not self._catalog.spans_hosts and record is not None and bool(record.roots)
 
     def _orphan(
         self, kind: Kind, snapshot_id: SnapshotId, judgement: Judgement, against: str = ""
@@ -241,9 +259,15 @@ class _Search:
     def _attempt(self, snapshot_id: SnapshotId) -> Judgement:
         """Of all runs that may write to it: later ones as well, whose memory may hold it."""
         own = self._own_run(snapshot_id)
+        record = self._records.get(snapshot_id.run)
+        if own.liveness == "dead" and record is not None and not record.is_exclusive:
+            return Judgement(
+                "unknown",
+                f"{own.why}; the store ignores exclusive create, so that nothing would keep a process that "
+                "still works on it from committing it: make sure that there is none",
+            )
         if own.liveness != "dead" or self._knows_all_memory:
             return own
-        record = self._records[snapshot_id.run]
         assert record is not None
         if record.num_other_hosts_ranks:
             return Judgement(
@@ -289,6 +313,17 @@ class _Search:
             Orphan("temp", snapshot_id.name, name, snapshot_id, nbytes, judgement.liveness, may_go, judgement.why)
             for name, nbytes in temps
         ]  # fmt: skip
+
+    def _unfinished(self) -> list[Orphan]:
+        """What no listing shows: uploads in parts. Of a run that is dead nobody will complete them."""
+        found = []
+        for snapshot_id, name in self._catalog.tier.list_unfinished():
+            judgement = self._own_run(snapshot_id)
+            may_go = self._may_go(judgement)
+            found.append(
+                Orphan("temp", snapshot_id.name, name, snapshot_id, 0, judgement.liveness, may_go, judgement.why)
+            )  # fmt: skip
+        return found
 
     def _deleted(self, folder: str) -> Orphan:
         names = self._catalog.tier.list_names(folder)

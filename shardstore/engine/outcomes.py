@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TypeVar
@@ -28,6 +29,7 @@ from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.session import Failure, PendingSave, Session, failure_of
 from shardstore.engine.transitions import lost, passed
 from shardstore.errors import SaveFailedError, ShardStoreError
+from shardstore.format.records import SnapshotId
 from shardstore.tiers.adoption import free_absent_ranks
 from shardstore.tiers.fileops import FileOps
 
@@ -47,6 +49,7 @@ class Outcomes:
         self._ops = ops
         self._has_freed_absent = False
         self._has_cleared = False
+        self._has_looked = False
 
     def learn_complete(self, save: PendingSave) -> bool:
         """Learn whether all ranks sealed: one write-once key. P moves; with memory alone that is all.
@@ -128,7 +131,7 @@ class Outcomes:
         for released in outcome.released:
             session.forget(released)
         self._finish_committed(save, outcome)
-        self._remove_old()
+        self._remove_old(save.id, outcome.released)
 
     def _mark_on_disk(self, save: PendingSave) -> None:
         """Without a root: what all ranks have on their disks is complete, and a restart may count on it."""
@@ -143,20 +146,27 @@ class Outcomes:
         except ShardStoreError as error:
             session.warn("%s", error)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, committed: SnapshotId, released: Collection[SnapshotId]) -> None:
         """Retention, second half: the bytes of what is off the list."""
         session = self._session
         if session.catalog is None or session.rank != 0:
             return
+        catalog = session.catalog
         with session.retention_lock:
             try:
                 if has_successor(session):
                     return
                 self._ops.point("remove old")
-                session.catalog.remove_aborted(spare_runs=session.other_runs)
+                if catalog.tier.keeps_index and self._has_looked:
+                    for snapshot_id in released:  # a look at all of it is many requests
+                        catalog.try_remove(snapshot_id)
+                else:
+                    self._has_looked = True
+                    catalog.remove_aborted(spare_runs=session.other_runs)
                 if session.keep is not None and not self._has_cleared:
                     self._has_cleared = True
-                    self._remove_orphans(session.catalog)
+                    self._remove_orphans(catalog)
+                catalog.keep_index(session.run, committed, released)
             except (ShardStoreError, OSError) as error:
                 session.warn("an old snapshot could not be removed, it is tried again: %s", error)
 

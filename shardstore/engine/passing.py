@@ -19,7 +19,7 @@ from shardstore.tiers.transfer import Ring
 class PassingShard(Mapping[int, torch.Tensor]):
     """Tensors of one file, each read when it is asked for; and the file as a stream.
 
-    Every read verifies what it reads. Nothing is kept, so host memory is the ring's 64 MiB, plus a
+    Every read verifies what it reads. Nothing is kept, so host memory is the ring's 64 to 104 MiB, plus a
     tensor as long as somebody holds it.
     """
 
@@ -37,7 +37,7 @@ class PassingShard(Mapping[int, torch.Tensor]):
         self._reader = reader
         self._needed = needed
         self._progress = progress
-        self._ring = Ring()
+        self._ring = Ring(reader.num_places, reader.chunk_bytes)
 
     def verify(self) -> None:
         """Read all that is needed once, and compare the digests.
@@ -62,11 +62,11 @@ class PassingShard(Mapping[int, torch.Tensor]):
 
     def _pass(self, rows: Sequence[int], take: Callable[[memoryview, int], None]) -> None:
         reader = self._reader
-        verifier = Verifier(self._sealed, rows, reader, self._progress)
+        verifier = Verifier(self._sealed, rows, reader, self._progress, replace=take)
 
         def arrived(data: memoryview, start: int) -> None:
-            verifier.feed(data, start)
             take(data, start)
+            verifier.feed(data, start)  # what is wrong is read again, and taken once more
 
         for start, stop in merged_spans(self._layout, rows):
             end = reader.stream(start, stop, self._ring.place, arrived)

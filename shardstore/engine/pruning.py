@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from shardstore.engine.attempts import examine
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.retention import Keep, check_keep, plan_deletions
@@ -61,7 +63,8 @@ def prune(
     if policy is None:
         raise ValueError("prune needs a policy: a count, or Keep(last=, every_steps=)")
     # Unlike after a commit, nobody knows here that the newest one is good.
-    cut = {r.id for r in catalog.committed() if catalog.is_cut(r)}
+    overview = catalog.overview()
+    cut = {r.id for r in overview.committed() if catalog.is_cut(r, overview)}
     found = find_removable(catalog, policy, damaged={*damaged, *cut}, spare_runs=spare_runs)
     why = f"older than the newest {policy.last}"
     if policy.every_steps is not None:
@@ -71,7 +74,8 @@ def prune(
             register.id,
             register.nbytes,
             why,
-            "" if dry_run else _delete(catalog, register.id, writer),
+            _kept_elsewhere(catalog, register)
+            or ("" if dry_run else _delete(catalog, register.id, writer)),
         )
         for register in found
     ]
@@ -86,7 +90,8 @@ def find_broken(catalog: Catalog) -> dict[SnapshotId, str]:
     Raises:
         TierError: The root cannot be listed.
     """
-    once = [i for i in catalog.ids() if catalog.state(i) in ("committed", "damaged")]
+    overview = catalog.overview()
+    once = [i for i in overview.ids if overview.state(i) in ("committed", "damaged")]
     examined = [examine(catalog, snapshot_id) for snapshot_id in once]
     return {e.id: "\n".join(e.problems) for e in examined if e.state == "damaged"}
 
@@ -106,8 +111,9 @@ def find_removable(
         damaged: Known to be, beside those that are marked.
         spare_runs: See `prune`.
     """
-    registers = {r.id: r for r in catalog.committed() if r.is_counted}
-    marks = {snapshot_id: catalog.tier.marks(snapshot_id) for snapshot_id in registers}
+    overview = catalog.overview()
+    registers = {r.id: r for r in overview.committed() if r.is_counted}
+    marks = {snapshot_id: overview.marks(snapshot_id) for snapshot_id in registers}
     going = plan_deletions(
         registers,
         keep,
@@ -135,6 +141,13 @@ def take_off(catalog: Catalog, snapshot_id: SnapshotId, *, writer: Mapping[str, 
         if catalog.is_listed(snapshot_id):
             raise
     return True
+
+
+def _kept_elsewhere(catalog: Catalog, register: Register) -> str:
+    """Why one root of several cannot let go of its part: the others would list what nobody can restore."""
+    if catalog.spans_hosts or register.here is msgspec.UNSET:
+        return ""
+    return "other hosts have the files of its other ranks: a run with keep=, or its delete, removes it on all"
 
 
 def _delete(catalog: Catalog, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> str:

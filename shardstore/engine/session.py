@@ -19,6 +19,7 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.preemption import Grace
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.liveness import RootClass
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.retention import Keep, plan_deletions
@@ -26,15 +27,19 @@ from shardstore.engine.sealed import SealedShard
 from shardstore.engine.stats import Meter
 from shardstore.engine.transitions import of_memory
 from shardstore.engine.urgency import Urgency
+from shardstore.errors import TierError
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
 from shardstore.format.shardfile import ShardLayout
 from shardstore.tiers.base import ShardWriter
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.memory import MemoryTier
+from shardstore.tiers.places import is_momentary
 from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.commit import Outcome
+    from shardstore.engine.rootfile import SharedForm
+    from shardstore.engine.steward import Steward
     from shardstore.engine.streaming import Streamed
     from shardstore.state.overlap import LateCopy
 
@@ -48,6 +53,8 @@ class Failure(msgspec.Struct, frozen=True):
     cause: str
     """Type and text of the first cause."""
     failed_ranks: tuple[int, ...] = ()
+    is_outage: bool = False
+    """The root did not answer for so long: this may pass, and what is near is whole."""
     is_skip: bool = False
     """No failure: a rank had no memory free, and on_full="skip" says to leave this save out."""
 
@@ -63,12 +70,15 @@ class Completion(msgspec.Struct, frozen=True):
     """None: they have."""
     in_memory: bool = True
     """Every rank's copy is in memory, so that a restore need not wait for the root."""
+    diverged_ranks: tuple[int, ...] = ()
+    """Those whose replicas have other bytes than they, so that each stores its own."""
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Describe an exception of this rank."""
     ranks = getattr(error, "failed_ranks", ()) or getattr(error, "missing_ranks", ()) or (rank,)
-    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks))
+    is_outage = isinstance(error, TierError) and is_momentary(error)
+    return Failure(rank, f"{type(error).__name__}: {error}", tuple(ranks), is_outage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,18 @@ class PendingSave:
     """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    joint: threading.Event = field(default_factory=threading.Event)
+    """`completion` is known here, or never will be."""
+    form: SharedForm | None = None
+    """What of this rank's file the root gets, where replicas store the rest of it."""
+    shared_header: bytes | None = None
+    """The header of that, once this rank has sealed."""
+    is_shared: bool = False
+    """That is what this rank has written to the root."""
+    diverged: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Groups of ranks that should be replicas and are not, on rank 0."""
+    shared_ranks: frozenset[int] = frozenset()
+    """Ranks whose file on the root is such a one; on rank 0, once all are durable."""
     committing: threading.Lock = field(default_factory=threading.Lock)
     outcome: Outcome | None = None
     """On rank 0, once it was decided; under `committing`."""
@@ -123,6 +145,7 @@ class PendingSave:
     """This rank's file is on its disk, and may be passed on to the root."""
     written_bytes: int = 0
     """Of this rank's file, on the way to the root; told by who writes."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
     held_s: float = 0.0
     """How long its writing gave way to that of a newer one."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -136,6 +159,11 @@ class PendingSave:
     settled: threading.Event = field(default_factory=threading.Event)
     """The outcome is known and what it entails (retention, cleaning up) is done here."""
 
+    def count_written(self, num_bytes: int) -> None:
+        """So many bytes more are on their way to the root. From any thread."""
+        with self.counting:
+            self.written_bytes += num_bytes
+
     @property
     def label(self) -> str:
         """Name for messages and phases."""
@@ -145,6 +173,11 @@ class PendingSave:
     def nbytes(self) -> int:
         """Of this rank's file; 0 before it is laid out."""
         return self.layout.nbytes if self.layout is not None else 0
+
+    @property
+    def root_nbytes(self) -> int:
+        """Of what this rank writes to the outermost tier, if its replicas are equal."""
+        return self.form.layout.nbytes if self.form is not None else self.nbytes
 
 
 @dataclass(eq=False)
@@ -159,8 +192,19 @@ class Session:
     timeout_s: float
     writer: dict[str, str]
     nonce: str
+    shared: bool | None = None
+    """Whether all hosts see one root, as the caller says; None: it is found out."""
+    is_one_folder: bool = False
+    """Every rank saw the same folder when the store was opened: equal on all ranks."""
+    classes: tuple[RootClass, ...] = ()
+    """Where hosts share no root: who shares one. Equal on all ranks; empty: all see one, or there is none.
+    On rank 0 the catalog is then of all roots, elsewhere of this host's."""
+    steward: Steward | None = None
+    """On the first rank of another root than rank 0's: answers for it."""
     ops: FileOps = field(default_factory=FileOps)
     """System calls; here for the named points of protocols."""
+    shares_replicas: bool = False
+    """On the root, replicas store in turn what they have in common."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0
@@ -205,14 +249,23 @@ class Session:
     is_stopping: bool = False
     """`should_stop` has said so, on all ranks."""
 
+    own_catalog: Catalog | None = field(init=False)
+    """Of the root that this host sees, whatever others there are."""
+
     def __post_init__(self) -> None:
         """Nobody waits for memory beyond a grace period."""
         self.memory.in_time = self.in_time
+        self.own_catalog = self.catalog
 
     @property
     def is_ending(self) -> bool:
         """The scheduler has given notice: the process ends soon."""
         return self.grace is not None and self.grace.has_begun
+
+    @property
+    def is_root_failing(self) -> bool:
+        """Whether the root has not answered for a while."""
+        return self.catalog is not None and self.catalog.tier.is_failing
 
     def in_time(self, seconds: float) -> float:
         """So many seconds, or as many as a grace period leaves."""

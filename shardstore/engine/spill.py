@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from shardstore.engine.pieces import num_bytes_with_header, write_pieces
 from shardstore.engine.progress import Work
 from shardstore.engine.sealed import SealedShard, read_sealed_header
 from shardstore.engine.session import PendingSave, Session, Target
+from shardstore.engine.spillonce import is_for_root, short, write_shared
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import ShardReader, ShardWriter
-from shardstore.tiers.fileops import CHUNK_BYTES, WRITE_BYTES
+from shardstore.tiers.fileops import CHUNK_BYTES
 from shardstore.tiers.transfer import Ring
 
 
@@ -32,6 +36,10 @@ def write_shard(session: Session, target: Target, save: PendingSave) -> bool:
         return True
     assert save.id is not None
     assert save.layout is not None
+    if is_for_root(session, target, save):
+        written = write_shared(session, target, save)
+        if written is not None:
+            return written
     writer = target.create(save.id, save.nbytes)
     is_last = target.tier == session.outermost.tier
     try:
@@ -63,23 +71,38 @@ def _copy(
     assert slot is not None
     assert layout is not None
     assert save.id is not None
-    for start in range(layout.data_start, layout.nbytes, WRITE_BYTES):
-        save.held_s += session.urgency.give_way(save.id)
-        part = slot.view[start : min(start + WRITE_BYTES, layout.nbytes)]
+    snapshot_id = save.id
+    view = slot.view
+
+    def give_way() -> None:
+        save.held_s += session.urgency.give_way(snapshot_id)
+
+    def written(num_bytes: int) -> None:
+        session.coordinator.progress(num_bytes)
+        save.count_written(num_bytes * is_last)
+        work.advance(num_bytes)
+
+    def write(start: int, stop: int) -> None:
+        part = view[start:stop]
         writer.write(part, start)
-        session.coordinator.progress(len(part))
-        save.written_bytes += len(part) * is_last
-        work.advance(len(part))
+        written(len(part))
         part.release()
+
+    first = num_bytes_with_header(writer, layout.data_start, layout.nbytes)
+    write_pieces(writer, first, layout.nbytes, write, give_way)
     save.sealed.wait()
-    save.held_s += session.urgency.give_way(save.id)
     reader = session.memory.open_shard(save.id) if save.is_sealed else None
     if reader is None:
         return False
     with reader:
-        header = memoryview(reader.read(0, layout.data_start))
-        writer.write(header, 0)
-        header.release()
+
+        def write_sealed(start: int, stop: int) -> None:
+            part = memoryview(reader.read(start, stop))
+            writer.write(part, start)
+            written(max(0, stop - max(start, layout.data_start)))
+            part.release()
+
+        write_pieces(writer, 0, first, write_sealed, give_way)
     return True
 
 
@@ -113,10 +136,13 @@ def write_to_disk(session: Session, save: PendingSave) -> bool | None:
             return None
 
 
-def pass_on(session: Session, target: Target, save: PendingSave) -> None:
+def pass_on(session: Session, target: Target, save: PendingSave) -> bool:
     """Copy this rank's file from the disk to the root: by way of memory, as long as that still has it.
 
     Memory is not held meanwhile, however long the root takes: a piece is copied before it is written.
+
+    Returns:
+        False if the save failed meanwhile: nothing is left of the file on the root then.
 
     Raises:
         TierError: The disk has no file any more, or it cannot be read or written.
@@ -127,34 +153,83 @@ def pass_on(session: Session, target: Target, save: PendingSave) -> None:
     on_disk = session.on_disk.disk.open_shard(snapshot_id)
     if on_disk is None:
         raise _gone(session, snapshot_id)
-    ring = Ring()
     with on_disk:
+        if is_for_root(session, target, save):
+            written = write_shared(session, target, save, on_disk)
+            if written is not None:
+                return written
         writer = target.create(snapshot_id, on_disk.nbytes)
         try:
             with _work(session, target, save.step, on_disk.nbytes) as work:
 
-                def arrived(data: memoryview, start: int) -> None:
+                def give_way() -> None:
                     save.held_s += session.urgency.give_way(snapshot_id)
-                    writer.write(data, start)
-                    session.coordinator.progress(len(data))
-                    work.advance(len(data))
-                    save.written_bytes += len(data)
 
-                start = 0
-                while start < on_disk.nbytes:
-                    place = ring.place(start, min(start + CHUNK_BYTES, on_disk.nbytes))
-                    if not _take_from_memory(session, snapshot_id, start, place):
-                        break
-                    arrived(place, start)
-                    start += len(place)
-                end = on_disk.stream(start, on_disk.nbytes, ring.place, arrived)
-                if end != on_disk.nbytes:
-                    raise _short(on_disk, end)
+                def sent(num_bytes: int) -> None:
+                    session.coordinator.progress(num_bytes)
+                    work.advance(num_bytes)
+                    save.count_written(num_bytes)
+
+                if writer.num_parallel > 1:
+                    _pass_pieces(session, snapshot_id, on_disk, writer, sent, give_way)
+                else:
+                    _pass_in_order(session, snapshot_id, on_disk, writer, sent, give_way)
                 writer.publish()
                 work.complete()
         except BaseException:
             writer.discard()
             raise
+    return True
+
+
+def _pass_in_order(
+    session: Session,
+    snapshot_id: SnapshotId,
+    on_disk: ShardReader,
+    writer: ShardWriter,
+    sent: Callable[[int], None],
+    give_way: Callable[[], None],
+) -> None:
+    """Piece by piece, the disk read ahead."""
+    ring = Ring()
+
+    def arrived(data: memoryview, start: int) -> None:
+        give_way()
+        writer.write(data, start)
+        sent(len(data))
+
+    start = 0
+    while start < on_disk.nbytes:
+        place = ring.place(start, min(start + CHUNK_BYTES, on_disk.nbytes))
+        if not _take_from_memory(session, snapshot_id, start, place):
+            break
+        arrived(place, start)
+        start += len(place)
+    end = on_disk.stream(start, on_disk.nbytes, ring.place, arrived)
+    if end != on_disk.nbytes:
+        raise short(on_disk, end)
+
+
+def _pass_pieces(
+    session: Session,
+    snapshot_id: SnapshotId,
+    on_disk: ShardReader,
+    writer: ShardWriter,
+    sent: Callable[[int], None],
+    give_way: Callable[[], None],
+) -> None:
+    """Several pieces at a time, each read by who sends it."""
+
+    def send(start: int, stop: int) -> None:
+        piece = memoryview(bytearray(stop - start))
+        if not _take_from_memory(session, snapshot_id, start, piece):
+            piece = memoryview(on_disk.read(start, stop))
+            if len(piece) != stop - start:
+                raise short(on_disk, start + len(piece))
+        writer.write(piece, start)
+        sent(len(piece))
+
+    write_pieces(writer, 0, on_disk.nbytes, send, give_way)
 
 
 def _take_from_memory(
@@ -183,13 +258,18 @@ def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> Se
         writer = target.create(snapshot_id, reader.nbytes)
         try:
             with _work(session, target, snapshot_id.step, reader.nbytes) as work:
-                for start in range(0, reader.nbytes, WRITE_BYTES):
-                    session.urgency.give_way(snapshot_id, is_kept=True)
-                    part = reader.read(start, min(start + WRITE_BYTES, reader.nbytes))
+
+                def write(start: int, stop: int) -> None:
+                    part = reader.read(start, stop)
                     writer.write(part, start)
                     session.coordinator.progress(len(part))
                     work.advance(len(part))
                     part.release()
+
+                write_pieces(
+                    writer, 0, reader.nbytes, write,
+                    lambda: session.urgency.give_way(snapshot_id, is_kept=True),
+                )  # fmt: skip
                 writer.publish()
                 work.complete()
         except BaseException:
@@ -202,11 +282,4 @@ def _gone(session: Session, snapshot_id: SnapshotId) -> TierError:
     return TierError(
         f"rank {session.rank} has no copy of {snapshot_id} near it any more",
         tier="memory", key=snapshot_id.name, operation="spill",
-    )  # fmt: skip
-
-
-def _short(reader: ShardReader, end: int) -> TierError:
-    return TierError(
-        f"{reader.source} ends after {end:,} of {reader.nbytes:,} bytes",
-        tier=reader.tier, key=reader.source, operation="read",
     )  # fmt: skip

@@ -150,9 +150,14 @@ class Stager:
         can_stream = self._session.has_outer and save.persist
         timeout_s = self._session.timeout_s if on_full == "wait" else 0.0
         try:
-            slot = memory.reserve(nbytes, kept=not save.persist, timeout_s=timeout_s)
+            slot = memory.reserve(
+                nbytes,
+                kept=not save.persist,
+                timeout_s=timeout_s,
+                is_hopeless=lambda: self._session.is_root_failing,
+            )
         except TierFullError:
-            if on_full == "skip":
+            if on_full == "skip" or (on_full == "wait" and self._session.is_root_failing):
                 full = failure_of(memory.full(nbytes), self._session.rank)
                 save.broken = msgspec.structs.replace(full, is_skip=True)
                 return None

@@ -1,6 +1,6 @@
-"""Save a state that memory has no room for: through two buffers, straight into the root's file.
+"""Save a state that memory has no room for: through two buffers, straight into the root's file, or the disk's.
 
-The copy of live state goes as fast as the root takes it, and `save` returns when all bytes are on their
+The copy of live state goes as fast as that takes it, and `save` returns when all bytes are on their
 way to the device; what is left for the background is to make them durable and to commit.
 """
 
@@ -14,8 +14,9 @@ import msgspec
 import torch
 
 from shardstore.engine.progress import Work
-from shardstore.engine.session import Session
+from shardstore.engine.session import Session, Target
 from shardstore.engine.spans import SpanDigests
+from shardstore.errors import TierError
 from shardstore.format.records import ShardHeader, SnapshotId, TensorPiece
 from shardstore.format.shardfile import ShardLayout, encode_header
 from shardstore.state.flatten import FlatState
@@ -30,13 +31,15 @@ _NUM_BUFFERS: Final = 2
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """A shard that is in its file on the root, under a temp name, whole but not durable yet."""
+    """A shard that is in its file beyond memory, under a temp name, whole but not durable yet."""
 
     header: ShardHeader
     """With all digests."""
     data: bytes
     """The header as it is in the file."""
     writer: ShardWriter
+    tier: str
+    """Where: the disk, or the outermost tier."""
 
 
 class Streamer:
@@ -57,8 +60,7 @@ class Streamer:
             TierError: The root cannot be written to; nothing is left of the file then.
         """
         session = self._session
-        target = session.outermost
-        writer = target.create(snapshot_id, layout.nbytes)
+        target, writer = self._begin(snapshot_id, layout.nbytes)
         try:
             nbytes = layout.nbytes - layout.data_start
             reporter, step = session.progress, snapshot_id.step
@@ -71,7 +73,26 @@ class Streamer:
         except BaseException:
             writer.discard()
             raise
-        return Streamed(header, data, writer)
+        return Streamed(header, data, writer, target.tier)
+
+    def _begin(self, snapshot_id: SnapshotId, nbytes: int) -> tuple[Target, ShardWriter]:
+        """The disk, where the root is slower than that and takes it from there; else the outermost tier."""
+        session = self._session
+        if session.catalog is not None and session.catalog.tier.keeps_index and session.on_disk:
+            target = Target("disk", session.on_disk.disk.create_shard)
+            try:
+                return target, target.create(snapshot_id, nbytes)
+            except TierError as error:
+                session.warn_once("disk", "%s. The root gets it directly", error)
+        target = session.outermost
+        writer = target.create(snapshot_id, nbytes)
+        if writer.is_in_order:
+            raise TierError(
+                f"{target.tier}: this storage takes files only from front to back, and a state that does not "
+                "fit in memory is written header last. Raise memory=, or give a disk= to stream it to",
+                tier=target.tier, key=snapshot_id.name, operation="stream",
+            )  # fmt: skip
+        return target, writer
 
     def _write_data(
         self, flat: FlatState, layout: ShardLayout, writer: ShardWriter, work: Work

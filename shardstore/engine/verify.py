@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+import xxhash
 
 from shardstore.engine.sealed import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
-from shardstore.format.records import Manifest
+from shardstore.format.records import Manifest, NearCopy
 from shardstore.tiers.base import ShardReader
+
+_LOG: Final = logging.getLogger("shardstore")
 
 
 class Verifier:
@@ -20,10 +27,21 @@ class Verifier:
         needed: Iterable[int],
         reader: ShardReader,
         progress: Callable[[int], None],
+        replace: Callable[[memoryview, int], None] = lambda _data, _start: None,
     ) -> None:
-        """Expect the bytes of `needed` (rows of the table, no aliases)."""
+        """Expect the bytes of `needed` (rows of the table, no aliases).
+
+        Args:
+            sealed: The file's header.
+            needed: Rows.
+            reader: Of the file.
+            progress: Called with numbers of bytes.
+            replace: Takes bytes and their offset that were read again, in place of what came before.
+        """
         layout = sealed.layout
         assert layout is not None
+        self._spans = layout.spans
+        self._replace = replace
         self._header = sealed.header
         self._reader = reader
         self._digests = SpanDigests(layout.spans, needed, self._check, progress)
@@ -38,7 +56,7 @@ class Verifier:
 
     def _check(self, row: int, actual: str) -> None:
         saved = self._header.pieces[row].digest
-        if actual == saved:
+        if actual == saved or (self._reader.may_differ_again and self._read_again(row) == saved):
             return
         name = ".".join(self._header.table[row].path)
         reader = self._reader
@@ -47,6 +65,9 @@ class Verifier:
             f"digest {actual}, {saved} were saved",
             tier=reader.tier, file=reader.source, tensor=name, expected=saved, actual=actual,
         )  # fmt: skip
+
+    def _read_again(self, row: int) -> str:
+        return read_again(self._reader, *self._spans[row], self._replace)
 
     def finish(self) -> None:
         """All bytes have come.
@@ -63,6 +84,32 @@ class Verifier:
             )  # fmt: skip
 
 
+def read_again(
+    reader: ShardReader,
+    start: int,
+    stop: int,
+    replace: Callable[[memoryview, int], None] = lambda _data, _start: None,
+) -> str:
+    """Read bytes once more, past whatever changed them on the way; returns the digest they have now.
+
+    Args:
+        reader: Of the file.
+        start: First byte.
+        stop: End of the range.
+        replace: Called with the bytes and their offset, in order.
+
+    Raises:
+        TierError: They cannot be read.
+    """
+    _LOG.warning("%s: bytes %d to %d came damaged, and are read again", reader.source, start, stop)
+    digest = xxhash.xxh3_128()
+    for begin in range(start, stop, reader.chunk_bytes):
+        data = memoryview(reader.read(begin, min(begin + reader.chunk_bytes, stop)))
+        digest.update(data)
+        replace(data, begin)
+    return digest.hexdigest()
+
+
 def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -> None:
     """Check that the manifest lists this very file, and says of it what the file itself says.
 
@@ -71,6 +118,8 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
     """
     header, entry = sealed.header, manifest.shards[sealed.header.rank]
     listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
+    if isinstance(entry.near, NearCopy) and header.sharing is msgspec.UNSET:
+        listed = (entry.near.header_digest, entry.near.nbytes, *listed[2:])
     found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
     if listed != found:
         labels = ("header digest", "bytes", "table digest", "world size")
@@ -82,5 +131,5 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
         raise CorruptSnapshotError(
             f"{reader.source} is not the file that the manifest lists: {differing}",
             tier=reader.tier, file=reader.source,
-            expected=entry.header_digest, actual=sealed.digest,
+            expected=listed[0], actual=sealed.digest,
         )  # fmt: skip

@@ -66,6 +66,10 @@ class CountingOps(FileOps):
         """See FileOps; numbered as `point:<name>`."""
         self._hit(f"point:{name}")
 
+    def request(self, operation: str, key: str, *, changes: bool) -> None:
+        """See FileOps; numbered as `request:<operation> <key>`, and again when it was answered."""
+        (self._hit if changes else self._hit_read)(f"request:{operation}", key)
+
     def open_new(self, path: str, mode: int = 0o666) -> int:
         """See FileOps."""
         self._hit("open_new", path)

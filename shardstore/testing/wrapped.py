@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 
+from shardstore.errors import TierError
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.base import RootTier, ShardReader, ShardWriter
+from shardstore.tiers.base import RootTier, ShardReader, ShardWriter, Survey
 
 
 class WrappedTier:
@@ -18,6 +19,36 @@ class WrappedTier:
         self.inner = inner
         self.name = inner.name
         self.location = inner.location
+        self.keeps_index = inner.keeps_index
+        self.is_shared = inner.is_shared
+
+    @property
+    def is_exclusive(self) -> bool | None:
+        """See RootTier."""
+        return self.inner.is_exclusive
+
+    @property
+    def is_failing(self) -> bool:
+        """See RootTier."""
+        return self.inner.is_failing
+
+    def check(self) -> None:
+        """See RootTier."""
+        self.enter("check")
+        self.inner.check()
+
+    def check_writable(self) -> None:
+        """See RootTier."""
+        self.enter("check_writable")
+        self.inner.check_writable()
+
+    def on_wait(self, waiting: Callable[[], None]) -> None:
+        """See RootTier."""
+        self.inner.on_wait(waiting)
+
+    def close(self) -> None:
+        """See RootTier. It is no operation: what a dead process opened is closed as well."""
+        self.inner.close()
 
     def enter(self, operation: str, nbytes: int = 0) -> None:
         """Before each operation of the tier, of its writers and of its readers. On any thread.
@@ -31,6 +62,11 @@ class WrappedTier:
         """See RootTier."""
         self.enter("list_ids")
         return self.inner.list_ids()
+
+    def survey(self) -> Survey:
+        """See RootTier."""
+        self.enter("survey")
+        return self.inner.survey()
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """See RootTier."""
@@ -51,6 +87,18 @@ class WrappedTier:
         """See RootTier."""
         self.enter("read_manifest")
         return self.inner.read_manifest(snapshot_id)
+
+    def read_manifests(
+        self, ids: Collection[SnapshotId]
+    ) -> dict[SnapshotId, bytes | TierError | None]:
+        """See RootTier."""
+        self.enter("read_manifests")
+        return self.inner.read_manifests(ids)
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """See RootTier."""
+        self.enter("register_tag")
+        return self.inner.register_tag(snapshot_id)
 
     def create_manifest(
         self,
@@ -104,6 +152,21 @@ class WrappedTier:
         self.enter("read_small")
         return self.inner.read_small(name)
 
+    def put_small(self, name: str, data: bytes) -> None:
+        """See RootTier."""
+        self.enter("put_small", len(data))
+        self.inner.put_small(name, data)
+
+    def remove_small(self, name: str) -> None:
+        """See RootTier."""
+        self.enter("remove_small")
+        self.inner.remove_small(name)
+
+    def list_unfinished(self) -> list[tuple[SnapshotId, str]]:
+        """See RootTier."""
+        self.enter("list_unfinished")
+        return self.inner.list_unfinished()
+
     def remove_temp(self, folder: str, name: str) -> None:
         """See RootTier."""
         self.enter("remove_temp")
@@ -152,6 +215,10 @@ class WrappedWriter:
         """Around a writer of the inner tier."""
         self._tier = tier
         self.inner = inner
+        self.piece_bytes = inner.piece_bytes
+        self.is_aligned = inner.is_aligned
+        self.num_parallel = inner.num_parallel
+        self.is_in_order = inner.is_in_order
 
     def write(self, data: memoryview, offset: int) -> None:
         """See ShardWriter."""
@@ -180,6 +247,13 @@ class WrappedReader:
         self.source = inner.source
         self.nbytes = inner.nbytes
         self.is_mapped = inner.is_mapped
+        self.may_differ_again = inner.may_differ_again
+        self.chunk_bytes = inner.chunk_bytes
+        self.num_places = inner.num_places
+
+    def forget(self) -> None:
+        """See ShardReader."""
+        self.inner.forget()
 
     def read(self, start: int, stop: int) -> memoryview | bytes:
         """See ShardReader."""

@@ -17,10 +17,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from shardstore.errors import TierError
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
+
+
+class Found(NamedTuple):
+    """A file in a root, as a listing shows it."""
+
+    nbytes: int
+    """-1: not looked at."""
+    tag: str = ""
+    """Unequal for two contents of one name; empty where the tier has nothing like it."""
+
+
+class Survey(NamedTuple):
+    """A root at one moment."""
+
+    attempts: dict[SnapshotId, dict[str, Found]]
+    """Files in the folder of every attempt, by name."""
+    names: tuple[str, ...]
+    """Of the files in the root itself."""
 
 
 class ShardReader(Protocol):
@@ -32,9 +51,22 @@ class ShardReader(Protocol):
     nbytes: int
     is_mapped: bool
     """Whether `read` hands out the tier's own memory."""
+    may_differ_again: bool
+    """Whether wrong bytes may have become so on the way here: then they are worth reading once more."""
+    chunk_bytes: int
+    """The most that `stream` asks `place` for at once."""
+    num_places: int
+    """Places that `stream` has in use at a time, at most."""
 
     def read(self, start: int, stop: int) -> memoryview | bytes:
-        """Bytes [start, stop), fewer at the end of the file; a view where the tier has them mapped."""
+        """Bytes [start, stop), fewer at the end of the file; a view where the tier has them mapped.
+
+        From any thread.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Read anew what was read before."""
         ...
 
     def stream(
@@ -72,6 +104,15 @@ class ShardReader(Protocol):
 class ShardWriter(Protocol):
     """A shard on its way into a tier; nobody sees it before `publish`."""
 
+    piece_bytes: int
+    """A good size for the data of one `write`."""
+    is_aligned: bool
+    """Pieces should begin at multiples of `piece_bytes`: others are put together in a copy."""
+    num_parallel: int
+    """How many threads may write at the same time."""
+    is_in_order: bool
+    """Pieces must come from the first byte on, one after the other: the header first."""
+
     def write(self, data: memoryview, offset: int) -> None:
         """Write a part at its place in the file. `data` may be reused on return."""
         ...
@@ -90,9 +131,18 @@ class RootTier(Protocol):
 
     name: str
     location: str
+    """Absolute path or URL, without credentials."""
+    keeps_index: bool
+    """Reading a register is a request: what is known of them is kept in a file of its own."""
+    is_shared: bool | None
+    """Whether all hosts see the same; None: that has to be found out."""
 
     def list_ids(self) -> list[SnapshotId]:
         """Every attempt that has a folder here, in any state, unordered."""
+        ...
+
+    def survey(self) -> Survey:
+        """All attempts and the files in their folders: one look, whatever their number."""
         ...
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
@@ -111,6 +161,16 @@ class RootTier(Protocol):
         """Content of the register, None while it was not created."""
         ...
 
+    def read_manifests(
+        self, ids: Collection[SnapshotId]
+    ) -> dict[SnapshotId, bytes | TierError | None]:
+        """Many registers, each as from `read_manifest`, or why it cannot be read."""
+        ...
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """Tag of the register, as in a survey; empty if there is none."""
+        ...
+
     def create_manifest(
         self,
         snapshot_id: SnapshotId,
@@ -122,7 +182,8 @@ class RootTier(Protocol):
         """Create the register exclusively and durably; returns what it holds, ours or another's.
 
         Without `make_folder`: None if the attempt's folder is gone (it was aborted and removed), or does
-        not hold a shard of each of `ranks` at that moment.
+        not hold a shard of each of `ranks` at that moment. Where `ranks` maps them to sizes in bytes, a
+        shard of another size is a TierError.
         """
         ...
 
@@ -158,6 +219,18 @@ class RootTier(Protocol):
         """A small file in the root itself, None if it is not there."""
         ...
 
+    def put_small(self, name: str, data: bytes) -> None:
+        """Create or replace a small file in the root itself, which nothing depends on."""
+        ...
+
+    def remove_small(self, name: str) -> None:
+        """Remove one of those; absent is fine."""
+        ...
+
+    def list_unfinished(self) -> list[tuple[SnapshotId, str]]:
+        """What was begun in an attempt's folder and no listing shows, by names for `remove_temp`."""
+        ...
+
     def remove_temp(self, folder: str, name: str) -> None:
         """Remove a file that a dead process was writing."""
         ...
@@ -188,4 +261,38 @@ class RootTier(Protocol):
 
     def read_run(self, run: int) -> bytes | None:
         """A run's record, None if it cannot be seen from here."""
+        ...
+
+    def check(self) -> None:
+        """Make sure by the smallest request that it can be read from. That it is empty is fine.
+
+        Raises:
+            TierError: It cannot.
+        """
+        ...
+
+    def check_writable(self) -> None:
+        """Find out whether it could be written to, as far as can be told without leaving anything.
+
+        Raises:
+            TierError: It could not.
+        """
+        ...
+
+    def on_wait(self, waiting: Callable[[], None]) -> None:
+        """Call `waiting`, on any thread, while the tier waits for storage that may come back."""
+        ...
+
+    @property
+    def is_exclusive(self) -> bool | None:
+        """Whether the register is created exclusively; None: that was not found out yet."""
+        ...
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether storage has not answered for a while."""
+        ...
+
+    def close(self) -> None:
+        """Wait for storage no more, from now on."""
         ...

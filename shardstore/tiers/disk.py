@@ -19,6 +19,7 @@ from shardstore.format.manifest import (
 )
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
+from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.diskshard import DiskReader, DiskWriter
 from shardstore.tiers.fileops import FileOps, make_folders, translated
 from shardstore.tiers.marks import drop_mark, marks_among, put_mark
@@ -44,6 +45,11 @@ class DiskTier:
     or `claim_run`, so that a read-only folder can be restored from. File modes follow the umask.
     """
 
+    keeps_index = False
+    is_shared: bool | None = None
+    is_exclusive: bool | None = True
+    is_failing = False
+
     def __init__(self, location: str, *, name: str, ops: FileOps) -> None:
         """`location` is an absolute path; it need not exist yet."""
         self.location = location
@@ -63,7 +69,10 @@ class DiskTier:
 
     def list_ids(self) -> list[SnapshotId]:
         """Every attempt that has a folder here; foreign names, links and files are passed over."""
-        found = (SnapshotId.parse(name) for name in self._names(self.location, "list"))
+        return self._ids_among(self._names(self.location, "list"))
+
+    def _ids_among(self, names: Iterable[str]) -> list[SnapshotId]:
+        found = (SnapshotId.parse(name) for name in names)
         return [i for i in found if i is not None and self._may_be_folder(self._folder(i))]
 
     @staticmethod
@@ -75,6 +84,18 @@ class DiskTier:
             return False
         except OSError:
             return True
+
+    def survey(self) -> Survey:
+        """See RootTier; sizes are not looked at. A folder that cannot be listed seems empty."""
+        attempts: dict[SnapshotId, dict[str, Found]] = {}
+        names = self._names(self.location, "list")
+        for snapshot_id in self._ids_among(names):
+            try:
+                found = self._names(self._folder(snapshot_id), "list")
+            except TierError:
+                found = []
+            attempts[snapshot_id] = dict.fromkeys(found, Found(-1))
+        return Survey(attempts, tuple(names))
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -147,6 +168,23 @@ class DiskTier:
         """Content of the register, None while it does not exist."""
         path = os.path.join(self._folder(snapshot_id), MANIFEST_NAME)
         return self._read_small(path, MAX_MANIFEST_NBYTES, opening=MANIFEST_OPENING)
+
+    def read_manifests(
+        self, ids: Collection[SnapshotId]
+    ) -> dict[SnapshotId, bytes | TierError | None]:
+        """See RootTier."""
+        found: dict[SnapshotId, bytes | TierError | None] = {}
+        for snapshot_id in ids:
+            try:
+                found[snapshot_id] = self.read_manifest(snapshot_id)
+            except TierError as error:
+                found[snapshot_id] = error
+        return found
+
+    def register_tag(self, snapshot_id: SnapshotId) -> str:
+        """See RootTier: files have nothing that always differs."""
+        del snapshot_id
+        return ""
 
     def _read_small(self, path: str, limit: int, *, opening: bytes = b"") -> bytes | None:
         """Content of a record, None if there is none; its beginning where that is not `opening`."""
@@ -304,6 +342,31 @@ class DiskTier:
     def read_small(self, name: str) -> bytes | None:
         """A small file in the root itself, None if it is not there."""
         return self._read_small(os.path.join(self.location, name), _MAX_RUN_NBYTES)
+
+    def put_small(self, name: str, data: bytes) -> None:
+        """See RootTier: reading registers here costs nothing that an index would save."""
+        raise NotImplementedError(name)
+
+    def remove_small(self, name: str) -> None:
+        """See `put_small`."""
+        raise NotImplementedError(name)
+
+    def list_unfinished(self) -> list[tuple[SnapshotId, str]]:
+        """None: whatever is begun here has a name."""
+        return []
+
+    def check(self) -> None:
+        """See RootTier."""
+        self.list_ids()
+
+    def check_writable(self) -> None:
+        """Nothing is known before a write."""
+
+    def on_wait(self, waiting: Callable[[], None]) -> None:
+        """It waits for nothing."""
+
+    def close(self) -> None:
+        """It waits for nothing."""
 
     def remove_temp(self, folder: str, name: str) -> None:
         """Remove a file that a dead process was writing; `folder` as in `list_names`."""

@@ -8,12 +8,17 @@ import os
 from collections.abc import Callable
 from types import TracebackType
 
-from shardstore.tiers.fileops import FileOps, translated
-from shardstore.tiers.transfer import PacedWriter, Place, read_ahead
+from shardstore.tiers.fileops import CHUNK_BYTES, WRITE_BYTES, FileOps, translated
+from shardstore.tiers.transfer import MAX_PLACES, PacedWriter, Place, read_ahead
 
 
 class DiskWriter:
     """A shard file on its way. If the process dies before `publish`, only a temp name is left."""
+
+    piece_bytes = WRITE_BYTES
+    is_aligned = False
+    num_parallel = 1
+    is_in_order = False
 
     def __init__(self, ops: FileOps, tier: str, target: str, nbytes: int) -> None:
         """Create and reserve; errors are those of `os`, nothing is left then."""
@@ -91,6 +96,9 @@ class DiskReader:
     """One shard file, opened for reading."""
 
     is_mapped = False
+    may_differ_again = False
+    chunk_bytes = CHUNK_BYTES
+    num_places = MAX_PLACES
 
     def __init__(self, ops: FileOps, tier: str, path: str) -> None:
         """Open `path`; a symbolic link or a missing file is a TierError."""
@@ -107,6 +115,9 @@ class DiskReader:
         with translated(self.tier, "read", self.source):
             got = self._ops.read_at(self._fd, buffer, start)
         return buffer[:got].toreadonly()
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def stream(
         self, start: int, stop: int, place: Place, arrived: Callable[[memoryview, int], None]

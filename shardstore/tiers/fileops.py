@@ -65,6 +65,9 @@ class FileOps:
     def point(self, name: str) -> None:
         """Pass a named protocol step that is not a system call of its own."""
 
+    def request(self, operation: str, key: str, *, changes: bool) -> None:
+        """Pass the moment before a request to remote storage, or before its answer is used."""
+
     def open_new(self, path: str, mode: int = 0o666) -> int:
         """Create a file that must not exist, for reading and writing."""
         return os.open(

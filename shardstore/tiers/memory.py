@@ -198,7 +198,14 @@ class MemoryTier:
 
     # ----------------------------------------------------------------- reserve
 
-    def reserve(self, nbytes: int, *, kept: bool, timeout_s: float) -> Slot | None:
+    def reserve(
+        self,
+        nbytes: int,
+        *,
+        kept: bool,
+        timeout_s: float,
+        is_hopeless: Callable[[], bool] = lambda: False,
+    ) -> Slot | None:
         """Get a slot of exactly `nbytes` to build a shard file in.
 
         A free or reusable warm slot is taken first, then new memory within the budget; else this waits
@@ -208,6 +215,7 @@ class MemoryTier:
             nbytes: Size of the file.
             kept: For a memory-only snapshot, which needs a slot that outlives the process.
             timeout_s: How long to wait for memory that is on its way out, in seconds; 0 does not wait.
+            is_hopeless: Whether waiting is no use just now.
 
         Returns:
             The slot; None if nothing could make room.
@@ -230,7 +238,7 @@ class MemoryTier:
                 if not self._on_the_way_out() and not self._send_out(asked):
                     return None
                 left = self.in_time(deadline - time.monotonic())
-                if left <= 0:
+                if left <= 0 or is_hopeless():
                     raise self.full(nbytes, waited=True)
                 self._changed.wait(min(left, 1.0))
         return None

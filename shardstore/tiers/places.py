@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Final
 
 from shardstore.errors import TierError
+from shardstore.tiers.addresses import is_url
+from shardstore.tiers.base import RootTier
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.limits import TMPFS_REMEDY
+
+_LOG: Final = logging.getLogger("shardstore")
 
 
 def check_root(root: str) -> None:
@@ -21,6 +27,36 @@ def check_root(root: str) -> None:
             f"root: {root} cannot be a folder: {found} is a file. Give another root",
             tier="root", key=root, operation="open",
         )  # fmt: skip
+
+
+def check_remote(tier: RootTier, rank: int) -> None:
+    """Check that a remote root can be read from, by the smallest request; writes nothing.
+
+    Whether it can be written to is looked at on rank 0, and only told: a read-only one restores.
+
+    Raises:
+        TierError: It never will: credentials, bucket or options are wrong.
+    """
+    try:
+        tier.check()
+    except TierError as error:
+        if not is_momentary(error):
+            raise
+        _LOG.warning("rank %d: %s Until it answers, only what is near can be restored", rank, error)
+        return
+    if rank == 0:
+        try:
+            tier.check_writable()
+        except TierError as error:
+            if not is_momentary(error):
+                _LOG.warning(
+                    "rank %d: %s Snapshots can be restored from there, and saves will fail", rank, error
+                )  # fmt: skip
+
+
+def is_momentary(error: TierError) -> bool:
+    """Whether a fault of remote storage may pass by itself."""
+    return bool(getattr(error.__cause__, "is_retryable", False))
 
 
 def doubts_about_root(root: str, memory_dir: str | None, ops: FileOps) -> str | None:
@@ -54,7 +90,7 @@ def check_disk(disk: str, *, memory_dir: str, root: str | None, ops: FileOps) ->
     problem = None
     if not os.path.isdir(found):
         problem = f"cannot be a folder: {found} is a file"
-    elif root is not None and os.path.realpath(disk) == os.path.realpath(root):
+    elif root is not None and not is_url(root) and os.path.realpath(disk) == os.path.realpath(root):
         problem = "is the root: give the root alone, or another folder"
     elif (
         os.path.isdir(memory_dir)

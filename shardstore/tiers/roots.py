@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from shardstore.tiers.addresses import is_url
 from shardstore.tiers.base import RootTier
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
@@ -19,8 +20,33 @@ def _as_it_is(tier: RootTier) -> RootTier:
 _wrap: WrapTier = _as_it_is
 
 
-def open_root(location: str, ops: FileOps) -> RootTier:
-    """The tier at an absolute path; nothing is read or written yet."""
+def open_root(
+    location: str,
+    ops: FileOps,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    timeout_s: float = 600.0,
+) -> RootTier:
+    """The tier at an absolute path or a URL; nothing is read or written yet.
+
+    Args:
+        location: See `resolve_address`.
+        ops: System calls.
+        storage_options: For the client of remote storage.
+        timeout_s: How long its faults may last.
+
+    Raises:
+        ValueError: Nothing is known of the URL's protocol, or options do not fit.
+        TierError: The client is not installed.
+    """
+    if is_url(location):
+        from shardstore.tiers.remote.opening import open_remote
+
+        return _wrap(
+            open_remote(location, ops=ops, storage_options=storage_options, timeout_s=timeout_s)
+        )
+    if storage_options:
+        raise ValueError(f"storage_options= are for URLs; {location} is a path")
     return _wrap(DiskTier(location, name="root", ops=ops))
 
 

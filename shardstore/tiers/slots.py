@@ -116,6 +116,9 @@ class SlotReader:
 
     tier = "memory"
     is_mapped = True
+    may_differ_again = False
+    chunk_bytes = 0
+    num_places = 0
 
     def __init__(self, slot: Slot, release: Callable[[Slot], None]) -> None:
         """`release` is called with the slot when the reader is left."""
@@ -127,6 +130,9 @@ class SlotReader:
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of the mapping itself."""
         return self._slot.view[start:stop]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def stream(
         self,

@@ -161,12 +161,17 @@ def _in_order(
 class Ring:
     """A little memory that whole files pass through: as many places as are in use at a time."""
 
-    def __init__(self) -> None:
-        """Reserve nothing before the first use."""
-        self._buffers = [private_pages(CHUNK_BYTES) for _ in range(MAX_PLACES)]
+    def __init__(self, num_places: int = MAX_PLACES, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Reserve nothing before the first use.
+
+        Args:
+            num_places: How many are in use at a time.
+            chunk_bytes: Of each.
+        """
+        self._buffers = [private_pages(chunk_bytes) for _ in range(num_places)]
         self._turn = 0
 
     def place(self, start: int, stop: int) -> memoryview:
         """See `read_ahead`."""
-        self._turn = (self._turn + 1) % MAX_PLACES
+        self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn][: stop - start]

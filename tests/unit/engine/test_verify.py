@@ -19,6 +19,8 @@ class FileInMemory:
 
     tier = "root"
     source = "rank-00000.safetensors"
+    may_differ_again = False
+    chunk_bytes = 30_000
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -104,3 +106,35 @@ def test_a_file_that_ends_early_is_truncated(
     _feed(verifier, memoryview(data)[:-1], 4096)
     with pytest.raises(CorruptSnapshotError, match="is truncated: tensor byte is not whole"):
         verifier.finish()
+
+
+@pytest.mark.parametrize("is_bad_again", [False, True])
+def test_bytes_that_came_damaged_from_afar_are_read_once_more(
+    shard: tuple[SealedShard, ShardReader, bytes], is_bad_again: bool
+) -> None:
+    sealed, _, data = shard
+    assert sealed.layout is not None
+    index = max(
+        _owners(sealed), key=lambda i: sealed.layout.spans[i][1] - sealed.layout.spans[i][0]
+    )  # type: ignore[union-attr]
+    start, stop = sealed.layout.spans[index]
+    broken = bytearray(data)
+    broken[(start + stop) // 2] ^= 1
+    reader: Any = FileInMemory(bytes(broken) if is_bad_again else data)
+    reader.may_differ_again = True
+    arrived = bytearray(broken)
+    replaced: list[int] = []
+
+    def replace(part: memoryview, at: int) -> None:
+        arrived[at : at + len(part)] = part
+        replaced.append(len(part))
+
+    verifier = Verifier(sealed, _owners(sealed), reader, lambda _: None, replace)
+    if is_bad_again:
+        with pytest.raises(CorruptSnapshotError, match="is damaged"):
+            _feed(verifier, memoryview(broken), 10_000)
+    else:
+        _feed(verifier, memoryview(broken), 10_000)
+        verifier.finish()
+        assert bytes(arrived) == data
+    assert sum(replaced) == stop - start
