@@ -98,7 +98,9 @@ def join(session: Session, classes: tuple[RootClass, ...], name: str) -> None:
     session.classes = classes
     if session.shares_replicas:
         session.shares_replicas = False  # equal on all ranks, as `classes` is
-        session.log('replicas="once" needs a root that all hosts share: every rank stores its whole file')
+        session.log(
+            'replicas="once" needs a root that all hosts share: every rank stores its whole file'
+        )
     session.steward = start_steward(session, classes, name)
     if session.rank == 0:
         session.catalog = joint_catalog(session, classes, name)

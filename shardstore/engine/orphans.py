@@ -6,6 +6,7 @@ So a run that is taken for dead wrongly loses the save it was writing, never a c
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ Kind: TypeAlias = Literal["torn", "aborted", "deleted", "temp", "unreadable"]
 that was deleted, with bytes left. deleted: a folder on its way out. temp: a file that was being
 written. unreadable: nobody can say; it never goes."""
 
+_LOG: Final = logging.getLogger("shardstore")
 _REASON: Final = "left by a run that has ended"
 
 
@@ -317,7 +319,12 @@ class _Search:
     def _unfinished(self) -> list[Orphan]:
         """What no listing shows: uploads in parts. Of a run that is dead nobody will complete them."""
         found = []
-        for snapshot_id, name in self._catalog.tier.list_unfinished():
+        try:
+            unfinished = self._catalog.tier.list_unfinished()
+        except TierError as error:  # a permission of its own, on some storage
+            _LOG.warning("%s Uploads that dead runs left cannot be found", error)
+            return []
+        for snapshot_id, name in unfinished:
             judgement = self._own_run(snapshot_id)
             may_go = self._may_go(judgement)
             found.append(
