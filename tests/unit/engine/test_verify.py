@@ -114,10 +114,8 @@ def test_bytes_that_came_damaged_from_afar_are_read_once_more(
 ) -> None:
     sealed, _, data = shard
     assert sealed.layout is not None
-    index = max(
-        _owners(sealed), key=lambda i: sealed.layout.spans[i][1] - sealed.layout.spans[i][0]
-    )  # type: ignore[union-attr]
-    start, stop = sealed.layout.spans[index]
+    spans = sealed.layout.spans
+    start, stop = max((spans[i] for i in _owners(sealed)), key=lambda span: span[1] - span[0])
     broken = bytearray(data)
     broken[(start + stop) // 2] ^= 1
     reader: Any = FileInMemory(bytes(broken) if is_bad_again else data)
