@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -136,3 +138,27 @@ def test_bytes_that_came_damaged_from_afar_are_read_once_more(
         verifier.finish()
         assert bytes(arrived) == data
     assert sum(replaced) == stop - start
+
+
+def test_what_is_verified_is_let_go_of_at_once(
+    shard: tuple[SealedShard, ShardReader, bytes],
+) -> None:
+    sealed, reader, data = shard
+
+    class Target:
+        """Stands for live state."""
+
+        def fill(self, _part: memoryview, _at: int) -> None:
+            pass
+
+    target = Target()
+    gone = weakref.ref(target)
+    verifier = Verifier(sealed, _owners(sealed), reader, lambda _: None, target.fill)
+    _feed(verifier, memoryview(data), 10_000)
+    verifier.finish()
+    gc.disable()
+    try:
+        del verifier, target
+        assert gone() is None
+    finally:
+        gc.enable()
