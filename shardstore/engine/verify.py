@@ -12,7 +12,7 @@ import xxhash
 from shardstore.engine.sealed import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
-from shardstore.format.records import Manifest, ShardHeader
+from shardstore.format.records import Manifest, NearCopy, ShardHeader
 from shardstore.tiers.base import ShardReader
 
 _LOG: Final = logging.getLogger("shardstore")
