@@ -149,5 +149,7 @@ class Leaver:
         self._session.ops.point("give back")
         memory.close(keep=keep_memory)
         memory.leave(remove=not keep_memory)
+        if self._session.own_catalog is not None:
+            self._session.own_catalog.tier.close()
         left(self._session.nonce)
         self._on_gone()

@@ -149,5 +149,7 @@ def test_root_without_the_right_to_write_fails_with_a_remedy(
     assert list(root.iterdir()) == []
 
 
-def test_url_is_refused(folder: str) -> None:
-    assert "local and mounted" in run("doctor", "s3://bucket/run", code=2).stderr
+def test_url_is_read_from_and_written_to(folder: str) -> None:
+    result = run("doctor", "memory://doctor/run", "--memory-dir", folder)
+    assert "an object is created only once" in result.stdout
+    assert "/s up and" in result.stdout

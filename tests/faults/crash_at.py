@@ -26,7 +26,7 @@ from shardstore.testing.forked import Ended
 from shardstore.testing.ops import Before
 from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
-from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, state_of, version_of
+from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, roots_of, state_of, version_of
 
 AFTER = 99
 """Version, and step, that the next life saves."""
@@ -137,9 +137,8 @@ def on_ranks(num_ranks: int, function: Callable[[ThreadRank | None], Any]) -> li
 
 def look(where: Places, scenario: Scenario) -> int | None:
     """The next life: which version it restores. It lists, restores, saves and leaves nothing behind."""
-    has_root = scenario.options.get("root", True)
-    root = f"{where.folder}/root"
-    committed = list_snapshots(root) if has_root else []
+    roots = roots_of(where.folder, scenario.options, scenario.num_ranks)
+    committed = [info for root in roots for info in list_snapshots(root)]
     assert committed or not scenario.is_listed, (
         "the old one went before its successor was committed"
     )
@@ -173,7 +172,9 @@ def look(where: Places, scenario: Scenario) -> int | None:
     if scenario.options.get("disk"):
         # A start clears disks of what a restart has no use for; gc spares it until then.
         on_ranks(scenario.num_ranks, lambda rank: _open_and_close(where, scenario, rank))
-    _check_nothing_is_left(where, scenario.options)
+    _check_nothing_is_left(where)
+    for root in roots:
+        _check_root(where, Path(root), scenario.options)
     result: int | None = found[0]
     return result
 
@@ -201,6 +202,10 @@ def look_for_values(where: Places, scenario: Scenario) -> int | None:
 def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> None:
     """What is listed can be restored by its step, and nothing listed is newer than what was restored."""
     listed = store.snapshots()
+    if life.options.get("shared") is False:  # a rank sees what is committed on its own root
+        everywhere = [list_snapshots(root) for root in roots_of(life.folder, life.options, 2)]
+        life.all_there.wait(30)
+        listed = [i for i in listed if all(i.id in [o.id for o in found] for found in everywhere)]
     by_step = {info.step: info for info in listed}
     for step, info in by_step.items():
         live = state_of(AFTER + 1, life.number)
@@ -215,15 +220,15 @@ def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> No
         assert all(info.id[-29:] < (newest or "")[-29:] for info in listed)
 
 
-def _check_nothing_is_left(where: Places, options: Mapping[str, Any]) -> None:
+def _check_nothing_is_left(where: Places) -> None:
     """After `close` memory is empty, and after gc the root holds whole committed snapshots alone."""
     memory = list(Path(where.folder, "memory").rglob("*"))
     assert not memory, f"close left {memory}"
     on_disk = {p.name for p in Path(where.disk_folder).rglob("*") if p.is_file()}
     assert all(name.endswith((".safetensors", ".complete")) for name in on_disk), on_disk
-    if not options.get("root", True):
-        return
-    root = Path(where.folder, "root")
+
+
+def _check_root(where: Places, root: Path, options: Mapping[str, Any]) -> None:
     catalog = Catalog(DiskTier(str(root), name="root", ops=FileOps()))
     for orphan in find_orphans(
         catalog, memory_dirs=[f"{where.folder}/memory"], including_unknown=True
@@ -234,7 +239,7 @@ def _check_nothing_is_left(where: Places, options: Mapping[str, Any]) -> None:
         assert not problem, f"{orphan}: {problem}"
     whole = set()
     for register in catalog.committed():
-        ranks = range(register.world_size)
+        ranks = register.ranks_here
         whole |= {f"{register.id.name}/{name}" for name in ("manifest.json",)}
         whole |= {f"{register.id.name}/rank-{rank:05d}.safetensors" for rank in ranks}
         whole |= {f"{register.id.name}/pinned"} if catalog.is_pinned(register.id) else set()

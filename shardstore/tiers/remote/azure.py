@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ PART_NBYTES: Final = 8 << 20
 _MOST_PARTS: Final = 10_000
 """Azure takes 50,000."""
 _DELETED_AT_ONCE: Final = 100
+_NONCE: Final = "shardstore_nonce"
+"""In the metadata of what was created exclusively: by which request."""
 _RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -120,17 +123,31 @@ class AzureStore:
 
     def put(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
-        self._upload(key, data, overwrite=True)
+
+        async def request(client: Any, _watch: Watch) -> None:
+            blob = client.get_blob_client(self._start + key)
+            await blob.upload_blob(data, length=len(data), overwrite=True)
+
+        self._client.run(request, nbytes=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """See ObjectStore: only where there is no blob of that name."""
-        try:
-            self._upload(key, data, overwrite=False)
-            return True
-        except AzureFault as fault:
-            if fault.code in ("BlobAlreadyExists", "ConditionNotMet"):
-                return False
-            raise
+        nonce = secrets.token_hex(8)
+
+        async def request(client: Any, _watch: Watch) -> bool:
+            blob = client.get_blob_client(self._start + key)
+            details = {"length": len(data), "metadata": {_NONCE: nonce}}
+            try:
+                await blob.upload_blob(data, overwrite=False, **details)
+                return True
+            except ResourceExistsError:
+                # Perhaps by this very request: aiohttp repeats a PUT whose connection broke.
+                found = await blob.get_blob_properties()
+                return bool(found.metadata.get(_NONCE) == nonce)
+
+        from azure.core.exceptions import ResourceExistsError
+
+        return self._client.run(request, nbytes=len(data))
 
     def begin(self, key: str, nbytes: int, part_bytes: int) -> BlockUpload:
         """See ObjectStore; makes no request."""
@@ -164,13 +181,6 @@ class AzureStore:
         self._client.close()
 
     # ----------------------------------------------------------------- helpers
-
-    def _upload(self, key: str, data: bytes, *, overwrite: bool) -> None:
-        async def request(client: Any, _watch: Watch) -> None:
-            blob = client.get_blob_client(self._start + key)
-            await blob.upload_blob(data, length=len(data), overwrite=overwrite)
-
-        self._client.run(request, nbytes=len(data))
 
     def _names(self, include: str) -> set[str]:
         pages = self._pages(self._start, is_flat=True, include=include)

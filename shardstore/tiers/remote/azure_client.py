@@ -22,8 +22,8 @@ from shardstore.tiers.remote.link import Link, Watch
 
 T = TypeVar("T")
 
-PIECE_BYTES: Final = 256 << 10
-"""What is handed to the connection, or taken from it, at a time."""
+PIECE_BYTES: Final = 64 << 10
+"""What is handed to the connection, or taken from it, at a time: progress is told so often."""
 NUM_SMALL: Final = 16
 """Small requests at the same time."""
 _USED: Final = (
@@ -179,7 +179,8 @@ class AzureClient:
         ours: dict[str, Any] = {
             "retry_total": 0,
             "connection_timeout": self._link.stall_s,
-            "read_timeout": self._link.stall_s,
+            # It would count from the last byte that came, also while a long body goes out.
+            "read_timeout": None,
             "connection_data_block_size": PIECE_BYTES,
         }
         options = self._options

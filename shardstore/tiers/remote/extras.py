@@ -17,9 +17,20 @@ def client_module(name: str, extra: str) -> ModuleType:
         ImportError: It cannot be imported; the message says what to install.
     """
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
             f"this root needs {name}, which cannot be imported ({error}): "
             f"pip install 'shardstore[{extra}]'"
         ) from error
+    forget_dead_loop()
+    return module
+
+
+def forget_dead_loop() -> None:
+    """After a fork, let fsspec make a loop of this process; its older releases keep the parent's."""
+    import fsspec.asyn
+
+    thread = fsspec.asyn.iothread[0]
+    if thread is not None and not thread.is_alive():
+        fsspec.asyn.reset_lock()

@@ -159,8 +159,7 @@ class GCSStore:
 
     def _bucket_must_be_there(self, method: str, base: str, path: str, **details: Any) -> Any:
         reply = self._client.call(method, base, path, accept=(404,), **details)
-        if reply.status == 404:
-            raise Fault("no bucket", f"there is no bucket for {self.location}")
+        self._client.check_bucket(reply)
         return reply
 
     def _relative(self, name: str) -> str:

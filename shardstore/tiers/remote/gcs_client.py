@@ -24,8 +24,8 @@ from shardstore.tiers.remote.link import Link, Watch
 
 T = TypeVar("T")
 
-PIECE_BYTES: Final = 256 << 10
-"""What is handed to the connection, or taken from it, at a time."""
+PIECE_BYTES: Final = 64 << 10
+"""What is handed to the connection, or taken from it, at a time: progress is told so often."""
 _UPLOAD: Final = "/upload/storage/v1"
 NUM_SMALL: Final = 16
 """Small requests at the same time."""
@@ -118,9 +118,12 @@ class GCSClient:
         params = {"uploadType": "media", "name": name}
         with Lent(data) as lent:
             reply = self.run(
-                lambda watch: self.send(watch, "POST", _UPLOAD, "/o", params=params, lent=lent),
+                lambda watch: self.send(
+                    watch, "POST", _UPLOAD, "/o", params=params, lent=lent, accept=(404,)
+                ),
                 nbytes=lent.nbytes,
             )
+        self.check_bucket(reply)
         check_size(reply.record(), lent.nbytes)
         return reply
 
@@ -138,9 +141,10 @@ class GCSClient:
         kind = f"multipart/related; boundary={mark}"
         with Lent(memoryview(whole)) as lent:
             reply = self.run(
-                lambda watch: self.send(watch, "POST", _UPLOAD, "/o", params=params, lent=lent, kind=kind, accept=(412,)),
+                lambda watch: self.send(watch, "POST", _UPLOAD, "/o", params=params, lent=lent, kind=kind, accept=(404, 412)),
                 nbytes=lent.nbytes,
             )  # fmt: skip
+        self.check_bucket(reply)
         if reply.status == 412:
             return False
         check_size(reply.record(), len(data))
@@ -222,6 +226,15 @@ class GCSClient:
                 raise Fault("broken", f"{got:,} of {expected:,} bytes came")
             return got
 
+    def check_bucket(self, reply: Reply) -> None:
+        """For answers to requests that name no object yet: nothing else than the bucket can be missing.
+
+        Raises:
+            Fault: "no bucket".
+        """
+        if reply.status == 404:
+            raise Fault("no bucket", f"there is no bucket {self._bucket}")
+
     def close(self) -> None:
         """Close the connections; a request after that opens new ones."""
         if self._pid != os.getpid():
@@ -250,9 +263,8 @@ class GCSClient:
             self._yarl.URL(url, encoded=True),  # else some names would be others
             headers=fs._get_headers(headers),  # noqa: SLF001
             data=data,
-            timeout=self._aiohttp.ClientTimeout(
-                total=None, sock_connect=self._link.stall_s, sock_read=self._link.stall_s
-            ),
+            # Not `sock_read`: it counts from the last byte that came, also while a long body goes out.
+            timeout=self._aiohttp.ClientTimeout(total=None, sock_connect=self._link.stall_s),
         )
 
     def _own(self) -> Any:

@@ -140,7 +140,9 @@ class SFTPStore:
             try:
                 handle = session.open(path_of(self._root, key), Flags.READ)
             except Status as answer:
-                if answer.code == Code.NO_SUCH_FILE:
+                # Some servers open folders, and others refuse to.
+                found = session.attributes(path_of(self._root, key))
+                if found is None or found.is_folder:
                     raise FileNotFoundError(key) from answer
                 raise
             with files.opened(session, handle):

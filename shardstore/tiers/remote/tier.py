@@ -24,19 +24,19 @@ from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.marks import marks_among
-from shardstore.tiers.remote.faults import Fault
 from shardstore.tiers.remote.objects import Entry, Listing
 from shardstore.tiers.remote.reader import RemoteReader
+from shardstore.tiers.remote.records import Records
 from shardstore.tiers.remote.requests import Requests
 from shardstore.tiers.remote.writer import RemoteWriter
 from shardstore.tiers.removing import is_ours, is_run_temp, is_temp
 
+_LOG: Final = logging.getLogger("shardstore")
 T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("shardstore")
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
-_FIRST_READ_NBYTES: Final = 256 << 10
 _MAX_RECORD_NBYTES: Final = 8 << 20
 _KEEP_CLOSED_S: Final = 24 * 3600.0
 _VISIBLE_S: Final = 30.0
@@ -76,6 +76,7 @@ class RemoteTier:
         self.is_exclusive: bool | None = None
         self._requests = requests
         self._store = requests.store
+        self._records = Records(requests, name=name)
         self._keep_closed_s = keep_closed_s
         self._visible_s = visible_s
         self._pause = threading.Event()
@@ -93,9 +94,13 @@ class RemoteTier:
         return self._requests.is_failing
 
     def close(self) -> None:
-        """Nothing is tried again from now on."""
+        """Nothing is tried again from now on; connections are given up."""
         self._requests.leave()
         self._pause.set()
+        try:
+            self._store.close()
+        except Exception as error:  # noqa: BLE001 - whoever leaves has other worries
+            _LOG.debug("%s: closing %s failed: %s", self.name, self.location, error)
 
     def check(self) -> None:
         """Make sure that the server, the credentials and the bucket are good; reads only.
@@ -205,9 +210,8 @@ class RemoteTier:
 
     def read_manifest(self, snapshot_id: SnapshotId) -> bytes | None:
         """Content of the register, None while it does not exist."""
-        return self._read_small(
-            f"{snapshot_id.name}/{MANIFEST_NAME}", MAX_MANIFEST_NBYTES, MANIFEST_OPENING
-        )
+        key = f"{snapshot_id.name}/{MANIFEST_NAME}"
+        return self._records.read(key, MAX_MANIFEST_NBYTES, MANIFEST_OPENING)
 
     def read_manifests(
         self, ids: Collection[SnapshotId]
@@ -230,30 +234,6 @@ class RemoteTier:
         key = f"{snapshot_id.name}/{MANIFEST_NAME}"
         entry = self._run("look at", key, lambda: self._store.entry(key))
         return "" if entry is None else entry.tag
-
-    def _read_small(self, key: str, limit: int, opening: bytes = b"") -> bytes | None:
-        """A record, None if there is none; its beginning where that is not `opening`."""
-
-        def read(nbytes: int) -> bytes | None:
-            buffer = memoryview(bytearray(nbytes))
-            try:
-                return bytes(buffer[: self._store.get(key, 0, buffer)])
-            except FileNotFoundError:
-                return None
-
-        first = self._run("read", key, lambda: read(_FIRST_READ_NBYTES))
-        if first is None or len(first) < _FIRST_READ_NBYTES or not first.startswith(opening):
-            return first
-        entry = self._run("read", key, lambda: self._store.entry(key))
-        if entry is None:
-            return None
-        if entry.nbytes > limit:
-            where = self._requests.where(key)
-            raise TierError(
-                f"{self.name}: {where} has {entry.nbytes:,} bytes, no record has more than {limit:,}",
-                tier=self.name, key=where, operation="read",
-            )  # fmt: skip
-        return self._run("read", key, lambda: read(entry.nbytes))
 
     def create_manifest(
         self,
@@ -293,39 +273,7 @@ class RemoteTier:
         return True
 
     def _create(self, key: str, data: bytes, operation: str) -> bytes:
-        """Create an object unless it is there; what it holds then. Doubts are settled by reading it."""
-
-        def attempt() -> bytes:
-            try:
-                created = self._store.create(key, data)
-            except Fault as fault:
-                if not fault.is_retryable:
-                    raise
-                stored = self._stored(key)  # it may have been taken all the same
-                if stored is None:
-                    raise
-                return stored
-            if created and self.is_exclusive:
-                return data
-            stored = self._stored(key)
-            if stored is None:
-                raise Fault("broken", "it was created, and is not there")
-            return stored
-
-        return self._run(operation, key, attempt, changes=True, is_behind=True)
-
-    def _stored(self, key: str) -> bytes | None:
-        entry = self._store.entry(key)
-        if entry is None:
-            return None
-        if entry.nbytes == 0:
-            return b""
-        buffer = memoryview(bytearray(entry.nbytes))
-        try:
-            got = self._store.get(key, 0, buffer)
-        except FileNotFoundError:
-            return None
-        return bytes(buffer[:got])
+        return self._records.create(key, data, operation, is_exclusive=self.is_exclusive)
 
     def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
         """Replace the register by one put."""
@@ -427,11 +375,11 @@ class RemoteTier:
 
     def read_run(self, run: int) -> bytes | None:
         """A run's record, None if it cannot be seen."""
-        return self._read_small(_run_key(run), _MAX_RECORD_NBYTES)
+        return self._records.read(_run_key(run), _MAX_RECORD_NBYTES)
 
     def read_small(self, name: str) -> bytes | None:
         """See RootTier."""
-        return self._read_small(name, _MAX_RECORD_NBYTES)
+        return self._records.read(name, _MAX_RECORD_NBYTES)
 
     def put_small(self, name: str, data: bytes) -> None:
         """See RootTier."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ class FileInMemory:
 
     tier = "root"
     source = "rank-00000.safetensors"
+    may_differ_again = False
+    chunk_bytes = 30_000
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -104,3 +108,57 @@ def test_a_file_that_ends_early_is_truncated(
     _feed(verifier, memoryview(data)[:-1], 4096)
     with pytest.raises(CorruptSnapshotError, match="is truncated: tensor byte is not whole"):
         verifier.finish()
+
+
+@pytest.mark.parametrize("is_bad_again", [False, True])
+def test_bytes_that_came_damaged_from_afar_are_read_once_more(
+    shard: tuple[SealedShard, ShardReader, bytes], is_bad_again: bool
+) -> None:
+    sealed, _, data = shard
+    assert sealed.layout is not None
+    spans = sealed.layout.spans
+    start, stop = max((spans[i] for i in _owners(sealed)), key=lambda span: span[1] - span[0])
+    broken = bytearray(data)
+    broken[(start + stop) // 2] ^= 1
+    reader: Any = FileInMemory(bytes(broken) if is_bad_again else data)
+    reader.may_differ_again = True
+    arrived = bytearray(broken)
+    replaced: list[int] = []
+
+    def replace(part: memoryview, at: int) -> None:
+        arrived[at : at + len(part)] = part
+        replaced.append(len(part))
+
+    verifier = Verifier(sealed, _owners(sealed), reader, lambda _: None, replace)
+    if is_bad_again:
+        with pytest.raises(CorruptSnapshotError, match="is damaged"):
+            _feed(verifier, memoryview(broken), 10_000)
+    else:
+        _feed(verifier, memoryview(broken), 10_000)
+        verifier.finish()
+        assert bytes(arrived) == data
+    assert sum(replaced) == stop - start
+
+
+def test_what_is_verified_is_let_go_of_at_once(
+    shard: tuple[SealedShard, ShardReader, bytes],
+) -> None:
+    sealed, reader, data = shard
+
+    class Target:
+        """Stands for live state."""
+
+        def fill(self, _part: memoryview, _at: int) -> None:
+            pass
+
+    target = Target()
+    gone = weakref.ref(target)
+    verifier = Verifier(sealed, _owners(sealed), reader, lambda _: None, target.fill)
+    _feed(verifier, memoryview(data), 10_000)
+    verifier.finish()
+    gc.disable()
+    try:
+        del verifier, target
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -286,6 +286,7 @@ def ranged(
         ranged(10, 29, "100", BODY[10:29]),
         ranged(10, 29, "100", BODY[10:29], length=20),
         ranged(10, 29, "100", b""),
+        ranged(5, 29, "100", BODY[5:25]),
         ranged(9, 8, "100", b""),
         Answer(206, BODY[10:30], {"Content-Range": "nonsense"}),
         Answer(416, b"<Error><Code>InvalidRange</Code></Error>", {"Content-Range": "bytes */100"}),
