@@ -78,7 +78,7 @@ def test_without_anything_near_the_root_restores_alone_and_is_saved_to(
     stores.close()
 
 
-@pytest.mark.parametrize("how", ["gone", "flipped", "cut"])
+@pytest.mark.parametrize("how", ["gone", "flipped", pytest.param("cut", marks=pytest.mark.nightly)])
 def test_a_bad_copy_in_memory_gives_way_to_the_next_one_of_the_same_snapshot_on_that_rank(
     make_host: MakeHost, how: Damage
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_bad_copy_in_memory_gives_way_to_the_next_one_of_the_same_snapshot_on_
     stores.close(keep_memory=True)
 
 
-@pytest.mark.parametrize("how", ["gone", "flipped", "cut"])
+@pytest.mark.parametrize("how", ["cut", "flipped", pytest.param("gone", marks=pytest.mark.nightly)])
 def test_each_rank_reads_its_own_nearest_whole_copy(make_host: MakeHost, how: Damage) -> None:
     """Rank 0 from its disk, rank 1 from the root."""
     host = make_host()
