@@ -34,7 +34,6 @@ from shardstore.tiers.removing import is_ours, is_run_temp, is_temp
 _LOG: Final = logging.getLogger("shardstore")
 T = TypeVar("T")
 
-_LOG: Final = logging.getLogger("shardstore")
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _MAX_RECORD_NBYTES: Final = 8 << 20
