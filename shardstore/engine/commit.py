@@ -13,6 +13,7 @@ from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.pruning import find_removable, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
+from shardstore.engine.several import at_once
 from shardstore.errors import (
     CoordinationTimeoutError,
     ShardStoreError,
@@ -130,11 +131,9 @@ def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
         except (ShardStoreError, OSError) as error:
             session.warn("which snapshots are old cannot be seen, it is tried again: %s", error)
             return ()
-        return tuple(
-            register.id
-            for register in removable
-            if register.id not in session.pinned and _take_off(session, register.id)
-        )
+        going = [register.id for register in removable if register.id not in session.pinned]
+        are_off = at_once(session.catalog.tier, lambda i: _take_off(session, i), going)
+        return tuple(i for i, is_off in zip(going, are_off, strict=True) if is_off)
 
 
 def _take_off(session: Session, snapshot_id: SnapshotId) -> bool:

@@ -161,10 +161,10 @@ class _Search:
         newest = self._newest_good(overview)
         for snapshot_id, state in states.items():
             if state == "torn":
-                found.append(self._torn(snapshot_id, newest))
+                found.append(self._torn(snapshot_id, newest, overview))
             elif state == "aborted":
-                found.append(self._aborted(snapshot_id))
-            else:
+                found.append(self._aborted(snapshot_id, overview))
+            elif any(map(is_temp, overview.names[snapshot_id])):
                 found += self._temps(snapshot_id)
         found += self._unfinished()
         found += [self._deleted(name) for name in self._catalog.tier.list_deleted()]
@@ -182,10 +182,12 @@ class _Search:
         ]
         return max(good, key=lambda i: i.order, default=None)
 
-    def _torn(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> Orphan:
+    def _torn(
+        self, snapshot_id: SnapshotId, newest: SnapshotId | None, overview: Overview
+    ) -> Orphan:
         judgement = self._attempt(snapshot_id)
         against = self._needed(snapshot_id, newest)
-        return self._orphan("torn", snapshot_id, judgement, against)
+        return self._orphan("torn", snapshot_id, judgement, overview, against)
 
     def _needed(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> str:
         """What a restart would do with a torn attempt; empty for nothing."""
@@ -210,16 +212,21 @@ class _Search:
             )
         return ""
 
-    def _aborted(self, snapshot_id: SnapshotId) -> Orphan:
+    def _aborted(self, snapshot_id: SnapshotId, overview: Overview) -> Orphan:
         judgement = self._own_run(snapshot_id)
         if judgement.liveness != "alive":
             judgement = Judgement("dead", "its register says that it is no snapshot")
-        return self._orphan("aborted", snapshot_id, judgement)
+        return self._orphan("aborted", snapshot_id, judgement, overview)
 
     def _orphan(
-        self, kind: Kind, snapshot_id: SnapshotId, judgement: Judgement, against: str = ""
+        self,
+        kind: Kind,
+        snapshot_id: SnapshotId,
+        judgement: Judgement,
+        overview: Overview,
+        against: str = "",
     ) -> Orphan:
-        nbytes = self._nbytes(snapshot_id.name)
+        nbytes = self._nbytes(snapshot_id.name, overview.sizes(snapshot_id))
         may_go = self._may_go(judgement) and not against
         why = against or judgement.why
         return Orphan(
@@ -265,10 +272,9 @@ class _Search:
                 )
         return own
 
-    def _nbytes(self, folder: str) -> int:
-        return sum(
-            nbytes for name, nbytes in self._catalog.tier.list_names(folder) if is_ours(name)
-        )
+    def _nbytes(self, folder: str, sizes: Mapping[str, int] | None = None) -> int:
+        found = dict(self._catalog.tier.list_names(folder)) if sizes is None else sizes
+        return sum(nbytes for name, nbytes in found.items() if is_ours(name))
 
     # --------------------------------------------------------------------- rest
 
