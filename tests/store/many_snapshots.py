@@ -20,7 +20,7 @@ from tests.servers.s3 import MotoServer
 
 NONCE: Final = "0badcafe"
 SHARD: Final = b"its bytes are not looked at"
-_TABLE: Final = (TensorRow(("w",), "float32", (2,), (), 0),)
+_TABLE: Final = (TensorRow(("w",), "float32", (2,)),)
 
 
 def snapshot_id(number: int) -> SnapshotId:

@@ -44,6 +44,8 @@ class Root:
     url: str
     index: bytes = b""
     """As two saves of a run have left it."""
+    opened: list[int] = field(default_factory=list)
+    """Requests of each rank to open the store of that run."""
     saved: list[list[int]] = field(default_factory=list)
     """Requests of each rank for each save of that run."""
 
@@ -127,6 +129,7 @@ def root(
     turns, saved = Turns(), root.saved
 
     def save_two(store: SnapshotStore, rank: ThreadRank) -> None:
+        turns.alone(rank, lambda: root.opened.extend(root.counts()))
         for step in (NUM_OLD, NUM_OLD + 1):
             turns.alone(rank, lambda: forget(root))
             store.save(state_of(rank), step=step)
@@ -202,6 +205,12 @@ def test_the_first_save_after_a_restart_and_the_next_take_few_requests(root: Roo
     for found, most in zip(root.saved, ((MOST_FIRST, 6), (MOST_NEXT, 3)), strict=True):
         assert found[0] <= most[0]
         assert found[1] <= most[1]
+
+
+def test_opening_a_store_takes_few_requests(root: Root) -> None:
+    found, most = root.opened, (PAGES + 4, 1)
+    assert found[0] <= most[0]
+    assert found[1] <= most[1]
 
 
 def test_a_restore_on_fresh_hosts_takes_few_requests_per_rank(untouched: Root, folder: str) -> None:
