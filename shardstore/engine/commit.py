@@ -9,7 +9,7 @@ import msgspec
 
 from shardstore.cluster.coordination import Stopped
 from shardstore.engine.entries import collect_entries
-from shardstore.engine.otherjobs import has_successor
+from shardstore.engine.otherjobs import has_successor, warn_if_replaced
 from shardstore.engine.pruning import find_removable, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
@@ -88,26 +88,10 @@ def _commit(session: Session, save: PendingSave) -> Outcome:
     if outcome.failure is not None and not _close_register(session, save, outcome.failure):
         outcome = _committed(save)
     if outcome.failure is None:
-        _warn_if_replaced(session, save)
+        if session.catalog is not None and not session.catalog.tier.keeps_index:
+            warn_if_replaced(session)  # elsewhere a listing that is needed anyhow tells
         outcome = msgspec.structs.replace(outcome, released=_release_old(session, save))
     return _decide(session, save, outcome)
-
-
-def _warn_if_replaced(session: Session, save: PendingSave) -> None:
-    """Say once that this is another folder than the one that the run began with."""
-    if session.catalog is None or save.id is None:
-        return
-    try:
-        is_same = session.catalog.sees_run(save.id.run, session.nonce)
-    except ShardStoreError:
-        return  # nothing is known
-    if not is_same:
-        session.warn_once(
-            "replaced",
-            "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
-            "Saves go to what is there now; snapshots from before are not in it",
-            session.catalog.tier.location,
-        )
 
 
 def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:

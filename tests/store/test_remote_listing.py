@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -31,8 +32,8 @@ NUM_RANKS = 2
 INDEX = "index-00000002.json"
 PAGES = 3
 """Of a listing of all objects: S3 gives 1,000 at a time."""
-MOST_FIRST = 32
-MOST_NEXT = 12
+MOST_FIRST = 30
+MOST_NEXT = 9
 
 
 @dataclass
@@ -379,3 +380,18 @@ def test_an_index_written_while_a_snapshot_is_deleted_does_not_bring_it_back() -
     kept.keep_index(1, snapshot_id(2))
     fresh = Catalog(open_root(location, FileOps()))
     assert [register.id for register in fresh.committed()] == [snapshot_id(1)]
+
+
+def test_that_a_remote_root_was_emptied_is_told_once(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs = fsspec.filesystem("memory")
+    with SnapshotStore("memory://listing/emptied", memory="16MiB", memory_dir=folder) as store:
+        for step in range(4):
+            store.save({"w": torch.zeros(1)}, step=step)
+            store.drain(30)
+            if step == 1:
+                assert "emptied" not in caplog.text
+                fs.rm("/listing/emptied", recursive=True)
+    assert caplog.text.count("it was emptied, or its file system was unmounted") == 1
+    assert [i.step for i in list_snapshots("memory://listing/emptied")] == [2, 3]
