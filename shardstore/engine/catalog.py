@@ -20,6 +20,7 @@ from shardstore.engine.overview import (
     tags_of,
 )
 from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
+from shardstore.engine.several import at_once
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -27,6 +28,7 @@ from shardstore.errors import (
     TierError,
 )
 from shardstore.format.manifest import (
+    MANIFEST_NAME,
     Register,
     decode_manifest,
     encode_manifest,
@@ -66,6 +68,9 @@ class Catalog:
         self._keeps_index = False
         self._was_exclusive = True
         self.spans_hosts = spans_hosts
+        self._root_names: tuple[str, ...] | None = None
+        """As the last overview showed them."""
+        self._records: dict[int, RunRecord] = {}
 
     # ------------------------------------------------------------------- reads
 
@@ -150,6 +155,7 @@ class Catalog:
                 else:
                     registers[snapshot_id] = register
                     self._known.put(register, tags[snapshot_id])
+        self._root_names = survey.names
         return Overview(
             survey.attempts, registers, problems, unread, survey.names, self.spans_hosts
         )
@@ -169,15 +175,16 @@ class Catalog:
             return
         if not self._keeps_index:
             self._keeps_index = True
-            names = (
-                self.overview().root_names
-            )  # what earlier runs knew is in this one's from now on
+            if self._root_names is None or self._known.lacks(added):
+                self.overview()  # what earlier runs knew is in this one's index from now on
+            self._known.drop(dropped)
             self._known.save(self.tier, run)
-            for name in older_indexes(names, run):
+            for name in older_indexes(self._root_names or (), run):
                 self.tier.remove_small(name)
             return
         self._known.drop(dropped)
-        data, tag = self.tier.read_manifest(added), self.tier.register_tag(added)
+        # In this order: what is replaced in between goes under the tag that no listing shows any more.
+        tag, data = self.tier.register_tag(added), self.tier.read_manifest(added)
         register = None if data is None else read_register(data, expect=added)
         if register is not None:
             self._known.put(register, tag)
@@ -262,8 +269,17 @@ class Catalog:
             except TierError as error:
                 _LOG.warning("%s (it is no snapshot any more; removal is tried again)", error)
         overview = self.overview()
-        aborted = [i for i in overview.ids if overview.state(i) == "aborted"]
-        return {i for i in aborted if i.run not in spare_runs and not self.try_remove(i)}
+        closed_before = time.time() - self.tier.keep_closed_s
+
+        def has_to_go(snapshot_id: SnapshotId) -> bool:
+            if snapshot_id.run in spare_runs or overview.state(snapshot_id) != "aborted":
+                return False
+            is_kept = overview.registers[snapshot_id].created >= closed_before
+            return not is_kept or overview.names[snapshot_id].keys() != {MANIFEST_NAME}
+
+        due = [*filter(has_to_go, overview.ids)]
+        removed = at_once(self.tier, self.try_remove, due)
+        return {i for i, is_gone in zip(due, removed, strict=True) if not is_gone}
 
     def try_remove(self, snapshot_id: SnapshotId) -> bool:
         """Remove the bytes of an aborted attempt; whether it worked. A failure is told and tried next time."""
@@ -353,7 +369,7 @@ class Catalog:
 
     def sees_run(self, run: int, nonce: str) -> bool:
         """Whether this host sees the record that rank 0 wrote: the root is shared."""
-        record = self.run_record(run)
+        record = decode_record(self.tier.read_run(run))
         if record is None or record.nonce != nonce:
             return False
         self._was_exclusive = record.is_exclusive
@@ -366,8 +382,13 @@ class Catalog:
         return self._was_exclusive if found is None else found
 
     def run_record(self, run: int) -> RunRecord | None:
-        """Who claimed a number; None if nothing readable says so."""
-        return decode_record(self.tier.read_run(run))
+        """Who claimed a number; None if nothing readable says so. It is written once, and read once."""
+        if run not in self._records:
+            record = decode_record(self.tier.read_run(run))
+            if record is None:
+                return None
+            self._records[run] = record
+        return self._records[run]
 
 
 def aborted_manifest(

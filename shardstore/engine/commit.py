@@ -10,10 +10,11 @@ import msgspec
 from shardstore.cluster.coordination import Stopped
 from shardstore.engine.diverged import warn_of_divergence
 from shardstore.engine.entries import collect_entries
-from shardstore.engine.otherjobs import has_successor
+from shardstore.engine.otherjobs import has_successor, warn_if_replaced
 from shardstore.engine.pruning import find_removable, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
+from shardstore.engine.several import at_once
 from shardstore.engine.spillonce import SHARED
 from shardstore.errors import (
     CoordinationTimeoutError,
@@ -92,27 +93,11 @@ def _commit(session: Session, save: PendingSave) -> Outcome:
     if outcome.failure is not None and not _close_register(session, save, outcome.failure):
         outcome = _committed(save)
     if outcome.failure is None:
-        _warn_if_replaced(session, save)
+        if session.own_catalog is not None and not session.own_catalog.tier.keeps_index:
+            warn_if_replaced(session)  # elsewhere a listing that is needed anyhow tells
         warn_of_divergence(session, save)
         outcome = msgspec.structs.replace(outcome, released=_release_old(session, save))
     return _decide(session, save, outcome)
-
-
-def _warn_if_replaced(session: Session, save: PendingSave) -> None:
-    """Say once that this is another folder than the one that the run began with."""
-    if session.own_catalog is None or save.id is None:
-        return
-    try:
-        is_same = session.own_catalog.sees_run(save.id.run, session.nonce)
-    except ShardStoreError:
-        return  # nothing is known
-    if not is_same:
-        session.warn_once(
-            "replaced",
-            "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
-            "Saves go to what is there now; snapshots from before are not in it",
-            session.own_catalog.tier.location,
-        )
 
 
 def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
@@ -136,11 +121,9 @@ def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
         except (ShardStoreError, OSError) as error:
             session.warn("which snapshots are old cannot be seen, it is tried again: %s", error)
             return ()
-        return tuple(
-            register.id
-            for register in removable
-            if register.id not in session.pinned and _take_off(session, register.id)
-        )
+        going = [register.id for register in removable if register.id not in session.pinned]
+        are_off = at_once(session.catalog.tier, lambda i: _take_off(session, i), going)
+        return tuple(i for i, is_off in zip(going, are_off, strict=True) if is_off)
 
 
 def _take_off(session: Session, snapshot_id: SnapshotId) -> bool:

@@ -61,6 +61,7 @@ class JointTier:
         self.is_shared = own.is_shared
         self.classes = peers.all
         self.keeps_index = False
+        self.keep_closed_s = own.keep_closed_s
         self.is_exclusive = own.is_exclusive
         self.is_failing = False
         self._catalog = Catalog(own)

@@ -163,10 +163,10 @@ class _Search:
         newest = self._newest_good(overview)
         for snapshot_id, state in states.items():
             if state == "torn":
-                found.append(self._torn(snapshot_id, newest))
+                found.append(self._torn(snapshot_id, newest, overview))
             elif state == "aborted":
-                found.append(self._aborted(snapshot_id))
-            else:
+                found.append(self._aborted(snapshot_id, overview))
+            elif any(map(is_temp, overview.names[snapshot_id])):
                 found += self._temps(snapshot_id)
         found += self._unfinished()
         found += [self._deleted(name) for name in self._catalog.tier.list_deleted()]
@@ -184,10 +184,12 @@ class _Search:
         ]
         return max(good, key=lambda i: i.order, default=None)
 
-    def _torn(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> Orphan:
+    def _torn(
+        self, snapshot_id: SnapshotId, newest: SnapshotId | None, overview: Overview
+    ) -> Orphan:
         judgement = self._attempt(snapshot_id)
         against = self._needed(snapshot_id, newest)
-        return self._orphan("torn", snapshot_id, judgement, against)
+        return self._orphan("torn", snapshot_id, judgement, overview, against)
 
     def _needed(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> str:
         """What a restart would do with a torn attempt; empty for nothing."""
@@ -217,7 +219,7 @@ class _Search:
             )
         return ""
 
-    def _aborted(self, snapshot_id: SnapshotId) -> Orphan:
+    def _aborted(self, snapshot_id: SnapshotId, overview: Overview) -> Orphan:
         judgement = self._own_run(snapshot_id)
         if judgement.liveness != "alive":
             judgement = Judgement("dead", "its register says that it is no snapshot")
@@ -227,7 +229,7 @@ class _Search:
                 "its run kept a root on each of several hosts, and others may not know yet that it is no "
                 "snapshot: the next run on all of them removes it"
             )
-        return self._orphan("aborted", snapshot_id, judgement, against)
+        return self._orphan("aborted", snapshot_id, judgement, overview, against)
 
     def _is_of_several_roots(self, snapshot_id: SnapshotId) -> bool:
         """Whether other hosts have parts of it, which cannot be seen from this one."""
@@ -235,9 +237,14 @@ class _Search:
         return not self._catalog.spans_hosts and record is not None and bool(record.roots)
 
     def _orphan(
-        self, kind: Kind, snapshot_id: SnapshotId, judgement: Judgement, against: str = ""
+        self,
+        kind: Kind,
+        snapshot_id: SnapshotId,
+        judgement: Judgement,
+        overview: Overview,
+        against: str = "",
     ) -> Orphan:
-        nbytes = self._nbytes(snapshot_id.name)
+        nbytes = self._nbytes(snapshot_id.name, overview.sizes(snapshot_id))
         may_go = self._may_go(judgement) and not against
         why = against or judgement.why
         return Orphan(
@@ -289,10 +296,9 @@ class _Search:
                 )
         return own
 
-    def _nbytes(self, folder: str) -> int:
-        return sum(
-            nbytes for name, nbytes in self._catalog.tier.list_names(folder) if is_ours(name)
-        )
+    def _nbytes(self, folder: str, sizes: Mapping[str, int] | None = None) -> int:
+        found = dict(self._catalog.tier.list_names(folder)) if sizes is None else sizes
+        return sum(nbytes for name, nbytes in found.items() if is_ours(name))
 
     # --------------------------------------------------------------------- rest
 

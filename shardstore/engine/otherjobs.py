@@ -42,7 +42,10 @@ def has_successor(session: Session) -> bool:
     """
     catalog = session.catalog
     assert catalog is not None
-    later = [run for run in catalog.tier.run_numbers() if run > session.run > 0]
+    numbers = catalog.tier.run_numbers()
+    if catalog.tier.keeps_index and session.run not in numbers:
+        warn_if_replaced(session)
+    later = [run for run in numbers if run > session.run > 0]
     if not later:
         return False
     record = catalog.run_record(max(later))
@@ -53,3 +56,20 @@ def has_successor(session: Session) -> bool:
         session.run, _REMEDY,
     )  # fmt: skip
     return True
+
+
+def warn_if_replaced(session: Session) -> None:
+    """Say once that this is another folder than the one that the run began with."""
+    catalog = session.own_catalog
+    assert catalog is not None
+    try:
+        is_same = catalog.sees_run(session.run, session.nonce)
+    except ShardStoreError:
+        return  # nothing is known
+    if not is_same:
+        session.warn_once(
+            "replaced",
+            "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
+            "Saves go to what is there now; snapshots from before are not in it",
+            catalog.tier.location,
+        )

@@ -27,6 +27,7 @@ from shardstore.engine.marking import mark_damage
 from shardstore.engine.orphans import find_orphans, remove_orphan
 from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.session import Failure, PendingSave, Session, failure_of
+from shardstore.engine.several import at_once
 from shardstore.engine.transitions import lost, passed
 from shardstore.errors import SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId
@@ -156,13 +157,15 @@ class Outcomes:
         catalog = session.catalog
         with session.retention_lock:
             try:
-                if has_successor(session):
+                # Where something was released, that was looked at a moment ago.
+                if not (released and catalog.tier.keeps_index) and has_successor(session):
                     return
                 self._ops.point("remove old")
                 if catalog.tier.keeps_index and self._has_looked:
                     # A look at all of it is many requests.
                     due = sorted({*released} | self._unremoved, key=lambda i: i.order)
-                    self._unremoved = {i for i in due if not catalog.try_remove(i)}
+                    removed = at_once(catalog.tier, catalog.try_remove, due)
+                    self._unremoved = {i for i, gone in zip(due, removed, strict=True) if not gone}
                 else:
                     self._has_looked = True
                     self._unremoved = catalog.remove_aborted(spare_runs=session.other_runs)

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from shardstore.errors import TierError
-from shardstore.format.manifest import MANIFEST_NAME, Register, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, Register, is_sound, shard_file_name
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import Found, RootTier
@@ -130,6 +130,11 @@ class KnownRegisters:
             entry = self._entries.get(snapshot_id)
         return entry.register if entry is not None and tag and entry.tag == tag else None
 
+    def lacks(self, snapshot_id: SnapshotId) -> bool:
+        """Whether nothing is known of it."""
+        with self._lock:
+            return snapshot_id not in self._entries
+
     def put(self, register: Register, tag: str) -> None:
         """Keep one; without a tag nothing can be kept."""
         if tag:
@@ -151,7 +156,7 @@ class KnownRegisters:
             return
         if index.format == _FORMAT:
             with self._lock:
-                for entry in index.entries:
+                for entry in filter(lambda entry: is_sound(entry.register), index.entries):
                     self._entries.setdefault(entry.register.id, entry)
 
     def drop(self, ids: Iterable[SnapshotId]) -> None:

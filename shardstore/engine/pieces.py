@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardstore.tiers.base import ShardWriter
@@ -37,27 +37,28 @@ def num_bytes_with_header(writer: ShardWriter, data_start: int, nbytes: int) -> 
 
 def write_pieces(
     writer: ShardWriter,
-    start: int,
-    stop: int,
+    ranges: Sequence[tuple[int, int]],
     write: Callable[[int, int], None],
-    before: Callable[[], object],
+    before: Callable[[int], object],
 ) -> None:
-    """Write [start, stop), several pieces at a time where the writer takes them.
+    """Write ranges, one after the other, several pieces at a time where the writer takes them.
+
+    A range begins while the last pieces of the one before are still on their way.
 
     Args:
         writer: Of the shard.
-        start: First byte.
-        stop: End of the range.
+        ranges: Each of [start, stop).
         write: Writes one piece; called on several threads at once if `num_parallel` is more than 1.
-        before: Called on this thread before each piece: it may wait, or raise to end all this.
+        before: Called with its first byte on this thread before each piece: it may wait, or raise to
+            end all this.
 
     Raises:
-        Exception: What `write` raised first; no other piece is under way then.
+        Exception: What `before` or `write` raised first; no other piece is under way then.
     """
-    pieces = pieces_of(writer, start, stop)
+    pieces = (piece for start, stop in ranges for piece in pieces_of(writer, start, stop))
     if writer.num_parallel == 1:
         for piece in pieces:
-            before()
+            before(piece[0])
             write(*piece)
         return
     free = threading.Semaphore(writer.num_parallel)
@@ -75,7 +76,7 @@ def write_pieces(
 
     with ThreadPoolExecutor(writer.num_parallel, thread_name_prefix="shardstore-send") as pool:
         for piece in pieces:
-            before()
+            before(piece[0])
             free.acquire()
             if failed.is_set():
                 break

@@ -9,6 +9,7 @@ import msgspec
 
 from shardstore.engine.attempts import examine
 from shardstore.engine.catalog import Catalog
+from shardstore.engine.overview import Overview, is_cut
 from shardstore.engine.retention import Keep, check_keep, plan_deletions
 from shardstore.errors import ShardStoreError, TierError
 from shardstore.format.manifest import Register
@@ -92,8 +93,19 @@ def find_broken(catalog: Catalog) -> dict[SnapshotId, str]:
     """
     overview = catalog.overview()
     once = [i for i in overview.ids if overview.state(i) in ("committed", "damaged")]
-    examined = [examine(catalog, snapshot_id) for snapshot_id in once]
+    examined = [examine(catalog, i) for i in once if not _seems_whole(overview, i)]
     return {e.id: "\n".join(e.problems) for e in examined if e.state == "damaged"}
+
+
+def _seems_whole(overview: Overview, snapshot_id: SnapshotId) -> bool:
+    """Whether one look has shown all that `examine` would look at again, and nothing wrong."""
+    register, sizes = overview.registers.get(snapshot_id), overview.sizes(snapshot_id)
+    return (
+        register is not None
+        and sizes is not None
+        and not is_cut(register, sizes, spans_hosts=overview.spans_hosts)
+        and "damaged" not in overview.marks(snapshot_id)
+    )
 
 
 def find_removable(

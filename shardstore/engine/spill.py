@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from shardstore.engine.pieces import num_bytes_with_header, write_pieces
@@ -14,6 +15,10 @@ from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import ShardReader, ShardWriter
 from shardstore.tiers.fileops import CHUNK_BYTES
 from shardstore.tiers.transfer import Ring
+
+
+class _NotSealedError(Exception):
+    """The save failed on this rank meanwhile."""
 
 
 def write_shard(session: Session, target: Target, save: PendingSave) -> bool:
@@ -74,35 +79,38 @@ def _copy(
     snapshot_id = save.id
     view = slot.view
 
-    def give_way() -> None:
-        save.held_s += session.urgency.give_way(snapshot_id)
-
     def written(num_bytes: int) -> None:
         session.coordinator.progress(num_bytes)
         save.count_written(num_bytes * is_last)
         work.advance(num_bytes)
 
-    def write(start: int, stop: int) -> None:
-        part = view[start:stop]
-        writer.write(part, start)
-        written(len(part))
-        part.release()
+    with contextlib.ExitStack() as stack:
+        sealed: ShardReader | None = None
+        first = num_bytes_with_header(writer, layout.data_start, layout.nbytes)
 
-    first = num_bytes_with_header(writer, layout.data_start, layout.nbytes)
-    write_pieces(writer, first, layout.nbytes, write, give_way)
-    save.sealed.wait()
-    reader = session.memory.open_shard(save.id) if save.is_sealed else None
-    if reader is None:
-        return False
-    with reader:
+        def before(start: int) -> None:
+            nonlocal sealed
+            save.held_s += session.urgency.give_way(snapshot_id)
+            if start < first and sealed is None:  # the data before it is still on its way
+                save.sealed.wait()
+                found = session.memory.open_shard(snapshot_id) if save.is_sealed else None
+                if found is None:
+                    raise _NotSealedError
+                sealed = stack.enter_context(found)
 
-        def write_sealed(start: int, stop: int) -> None:
-            part = memoryview(reader.read(start, stop))
+        def write(start: int, stop: int) -> None:
+            part = view[start:stop]
+            if start < first:
+                assert sealed is not None
+                part = memoryview(sealed.read(start, stop))
             writer.write(part, start)
             written(max(0, stop - max(start, layout.data_start)))
             part.release()
 
-        write_pieces(writer, 0, first, write_sealed, give_way)
+        try:
+            write_pieces(writer, [(first, layout.nbytes), (0, first)], write, before)
+        except _NotSealedError:
+            return False
     return True
 
 
@@ -200,11 +208,12 @@ def _pass_in_order(
 
     start = 0
     while start < on_disk.nbytes:
-        place = ring.place(start, min(start + CHUNK_BYTES, on_disk.nbytes))
-        if not _take_from_memory(session, snapshot_id, start, place):
+        stop = min(start + CHUNK_BYTES, on_disk.nbytes)
+        piece = _copy_in_memory(session, snapshot_id, start, stop)
+        if piece is None:
             break
-        arrived(place, start)
-        start += len(place)
+        arrived(piece, start)
+        start = stop
     end = on_disk.stream(start, on_disk.nbytes, ring.place, arrived)
     if end != on_disk.nbytes:
         raise short(on_disk, end)
@@ -221,26 +230,25 @@ def _pass_pieces(
     """Several pieces at a time, each read by who sends it."""
 
     def send(start: int, stop: int) -> None:
-        piece = memoryview(bytearray(stop - start))
-        if not _take_from_memory(session, snapshot_id, start, piece):
+        piece = _copy_in_memory(session, snapshot_id, start, stop)
+        if piece is None:
             piece = memoryview(on_disk.read(start, stop))
             if len(piece) != stop - start:
                 raise short(on_disk, start + len(piece))
         writer.write(piece, start)
         sent(len(piece))
 
-    write_pieces(writer, 0, on_disk.nbytes, send, give_way)
+    write_pieces(writer, [(0, on_disk.nbytes)], send, lambda _start: give_way())
 
 
-def _take_from_memory(
-    session: Session, snapshot_id: SnapshotId, start: int, place: memoryview
-) -> bool:
+def _copy_in_memory(
+    session: Session, snapshot_id: SnapshotId, start: int, stop: int
+) -> memoryview | None:
     reader = session.memory.open_shard(snapshot_id)
     if reader is None:
-        return False
+        return None
     with reader:
-        place[:] = reader.read(start, start + len(place))
-    return True
+        return memoryview(bytes(reader.read(start, stop)))
 
 
 def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> SealedShard:
@@ -267,8 +275,8 @@ def copy_sealed(session: Session, target: Target, snapshot_id: SnapshotId) -> Se
                     part.release()
 
                 write_pieces(
-                    writer, 0, reader.nbytes, write,
-                    lambda: session.urgency.give_way(snapshot_id, is_kept=True),
+                    writer, [(0, reader.nbytes)], write,
+                    lambda _start: session.urgency.give_way(snapshot_id, is_kept=True),
                 )  # fmt: skip
                 writer.publish()
                 work.complete()

@@ -131,7 +131,7 @@ class _Sending:
         snapshot_id = save.id
         assert snapshot_id is not None
 
-        def give_way() -> None:
+        def give_way(_start: int) -> None:
             save.held_s += session.urgency.give_way(snapshot_id)
 
         def write(begin: int, end: int) -> None:
@@ -150,7 +150,7 @@ class _Sending:
             self._work.advance(len(data))
             buffers.append(buffer)
 
-        write_pieces(writer, start, stop, write, give_way)
+        write_pieces(writer, [(start, stop)], write, give_way)
 
 
 def _from_memory(view: memoryview) -> Take:

@@ -7,6 +7,7 @@ way to the device; what is left for the background is to make them durable and t
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -109,18 +110,24 @@ class Streamer:
         buffers = self._reserved()
         step = len(buffers[0])
         turns = itertools.cycle(buffers)
-        written: Future[None] | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="shardstore-stream") as pool:
-            for start in range(layout.data_start, layout.nbytes, step):
+        under_way: deque[Future[None]] = deque()
+        # A file on a disk is written by one thread; parts of an object go on while the next come.
+        num_writes = 1 if writer.num_parallel == 1 else len(buffers)
+        with ThreadPoolExecutor(num_writes, thread_name_prefix="shardstore-stream") as pool:
+            start = layout.data_start
+            while start < layout.nbytes:
                 stop = min(start + step, layout.nbytes)
+                if writer.is_aligned and stop < layout.nbytes:
+                    stop -= stop % writer.piece_bytes if stop - start > writer.piece_bytes else 0
+                if len(under_way) == len(buffers):
+                    under_way.popleft().result()  # of the buffer that is filled next
                 part = next(turns)[: stop - start]
                 reader.copy(start, stop, torch.frombuffer(part, dtype=torch.uint8))
                 digests.feed(part, start)
-                if written is not None:
-                    written.result()  # the buffer that is filled next
-                written = pool.submit(self._write, writer, part, start, work)
-            if written is not None:
-                written.result()
+                under_way.append(pool.submit(self._write, writer, part, start, work))
+                start = stop
+            for write in under_way:
+                write.result()
         digests.finish()
         return tuple(pieces)
 

@@ -196,11 +196,15 @@ def read_register(data: bytes, *, expect: SnapshotId) -> Register | None:
         register = msgspec.json.decode(data, type=Register)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    return register if is_sound(register) and register.id == expect else None
+
+
+def is_sound(register: Register) -> bool:
+    """Whether a register says what one of this version can say, wherever it was read."""
     whole = len(register.shards) == register.world_size or register.state == "aborted"
-    is_ours = register.format == FORMAT_VERSION and register.id == expect
     if register.here is not msgspec.UNSET and not _is_part(register.here, register.world_size):
-        return None
-    return register if whole and is_ours and register.persist is not True else None
+        return False
+    return whole and register.format == FORMAT_VERSION and register.persist is not True
 
 
 def build_manifest(

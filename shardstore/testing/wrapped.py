@@ -20,6 +20,7 @@ class WrappedTier:
         self.name = inner.name
         self.location = inner.location
         self.keeps_index = inner.keeps_index
+        self.keep_closed_s = inner.keep_closed_s
         self.is_shared = inner.is_shared
 
     @property

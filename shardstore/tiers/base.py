@@ -134,6 +134,8 @@ class RootTier(Protocol):
     """Absolute path or URL, without credentials."""
     keeps_index: bool
     """Reading a register is a request: what is known of them is kept in a file of its own."""
+    keep_closed_s: float
+    """How long `remove` leaves the register of what it removes, so that no slower process commits it."""
     is_shared: bool | None
     """Whether all hosts see the same; None: that has to be found out."""
 

@@ -46,6 +46,7 @@ class DiskTier:
     """
 
     keeps_index = False
+    keep_closed_s = 0.0
     is_shared: bool | None = None
     is_exclusive: bool | None = True
     is_failing = False

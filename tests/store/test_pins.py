@@ -215,7 +215,7 @@ def test_a_pin_set_just_before_the_register_is_closed_saves_the_snapshot(
     catalog = _catalog(folder)
 
     class PinsMeanwhile(FileOps):
-        left = 3
+        left = 2
 
         def list_folder(self, path: str) -> list[str]:
             names = super().list_folder(path)

@@ -173,10 +173,7 @@ class S3Store:
 
     def part_bytes(self, nbytes: int) -> int:
         """See ObjectStore: S3 takes 10,000 parts."""
-        part = PART_BYTES
-        while part * _MOST_PARTS < nbytes:
-            part *= 2
-        return part
+        return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
 
     # ---------------------------------------------------------------- removing
 

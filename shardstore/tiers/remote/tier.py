@@ -76,7 +76,9 @@ class RemoteTier:
         self._requests = requests
         self._store = requests.store
         self._records = Records(requests, name=name)
-        self._keep_closed_s = keep_closed_s
+        self.keep_closed_s = keep_closed_s
+        self._closed: set[SnapshotId] = set()
+        """What was closed here and is removed next: its register is new."""
         self._visible_s = visible_s
         self._pause = threading.Event()
 
@@ -278,6 +280,7 @@ class RemoteTier:
         """Replace the register by one put."""
         key = f"{snapshot_id.name}/{MANIFEST_NAME}"
         self._run("replace", key, lambda: self._store.put(key, data), changes=True)
+        self._closed.add(snapshot_id)
 
     def remove(self, snapshot_id: SnapshotId) -> None:
         """Remove our objects of an aborted attempt; its register stays for a day."""
@@ -288,11 +291,14 @@ class RemoteTier:
             self._delete([f"{snapshot_id.name}/{MANIFEST_NAME}"], snapshot_id.name)
 
     def _is_old(self, snapshot_id: SnapshotId) -> bool:
-        if self._keep_closed_s <= 0:
+        if self.keep_closed_s <= 0:
             return True
+        if snapshot_id in self._closed:
+            self._closed.discard(snapshot_id)
+            return False
         data = self.read_manifest(snapshot_id)
         register = None if data is None else read_register(data, expect=snapshot_id)
-        return register is not None and time.time() - register.created > self._keep_closed_s
+        return register is not None and time.time() - register.created > self.keep_closed_s
 
     def list_deleted(self) -> list[str]:
         """There are none: nothing is renamed."""
