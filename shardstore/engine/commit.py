@@ -11,7 +11,7 @@ from shardstore.cluster.coordination import Stopped
 from shardstore.engine.diverged import warn_of_divergence
 from shardstore.engine.entries import collect_entries
 from shardstore.engine.otherjobs import has_successor
-from shardstore.engine.pruning import find_removable, take_off
+from shardstore.engine.pruning import find_removable, kept_elsewhere, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
 from shardstore.engine.spillonce import SHARED
@@ -139,7 +139,9 @@ def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
         return tuple(
             register.id
             for register in removable
-            if register.id not in session.pinned and _take_off(session, register.id)
+            if register.id not in session.pinned
+            and not kept_elsewhere(session.catalog, register)
+            and _take_off(session, register.id)
         )
 
 

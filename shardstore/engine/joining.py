@@ -98,7 +98,9 @@ def join(session: Session, classes: tuple[RootClass, ...], name: str) -> None:
     session.classes = classes
     if session.shares_replicas:
         session.shares_replicas = False  # equal on all ranks, as `classes` is
-        session.log('replicas="once" needs a root that all hosts share: every rank stores its whole file')
+        session.log(
+            'replicas="once" needs a root that all hosts share: every rank stores its whole file'
+        )
     session.steward = start_steward(session, classes, name)
     if session.rank == 0:
         session.catalog = joint_catalog(session, classes, name)
@@ -156,8 +158,7 @@ def agree_on_roots(
     Raises:
         CoordinationError: A root cannot be written to, or a rank is missing; on all ranks.
     """
-    part(session)
-    coordinator, catalog = session.coordinator, session.catalog
+    coordinator, catalog = session.coordinator, session.own_catalog
     assert catalog is not None
     decided = coordinator.gather_decide(
         f"{name}/folders",
@@ -185,8 +186,13 @@ def agree_on_roots(
             f"root: no run number was free on all hosts, {_MAX_ROUNDS} times over: other jobs claim them",
             tier="root", operation="share",
         )  # fmt: skip
-    if len(roots.classes) > 1:
-        join(session, roots.classes, f"{name}/roots")
+    # Until all agree, what was known at the start holds: no rank may work on its own root alone.
+    classes = roots.classes if len(roots.classes) > 1 else ()
+    if classes != session.classes:
+        part(session)
+        if classes:
+            join(session, classes, f"{name}/roots")
+    if classes:
         _tell(session)
     return roots.run
 
@@ -290,10 +296,14 @@ def _tell(session: Session) -> None:
         session.log(text, session.catalog.tier.location, who)
 
 
-def complete_commits(session: Session) -> list[SnapshotId]:
-    """On rank 0: what is committed on some roots, and whole on all together, is committed on the others, too."""
-    catalog = session.catalog
-    if catalog is None or not isinstance(catalog.tier, JointTier):
+def complete_commits(catalog: Catalog, *, warn: Callable[..., None]) -> list[SnapshotId]:
+    """On rank 0: what is committed on some roots, and whole on all together, is committed on the others, too.
+
+    Args:
+        catalog: Of rank 0.
+        warn: Told, as a logger is, what cannot be committed.
+    """
+    if not isinstance(catalog.tier, JointTier):
         return []
     done = []
     for snapshot_id in catalog.ids():
@@ -306,7 +316,5 @@ def complete_commits(session: Session) -> list[SnapshotId]:
                 if catalog.publish(whole):
                     done.append(snapshot_id)
         except ShardStoreError as error:
-            session.warn(
-                "%s is committed on some hosts, and cannot be on all: %s", snapshot_id, error
-            )
+            warn("%s is committed on some hosts, and cannot be on all: %s", snapshot_id, error)
     return done
