@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardstore import SnapshotStore, list_snapshots
-from tests.cases.bits import Outcomes, assert_refused, bits, local_of, refusal, soil
+from tests.cases.bits import Outcomes, assert_refused, bits, local_of, refusal, soil, tensors_of
 from tests.cli.conftest import run_json
 from tests.faults.scenario import open_store
 
@@ -58,6 +60,8 @@ def _meshes(rank: int, folder: str) -> dict[str, Any]:
     flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     deep = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("rep", "shard", "tp"))
     wide = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "rep", "shard"))
+    pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mixed = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("rep", "shard"))
     tied = nn.Parameter(_placed(flat, [Replicate(), Shard(0)], 6, 5, seed=1))
     state: dict[str, Any] = {
         "column": _placed(flat, [Replicate(), Shard(1)], 5, 7, seed=2),
@@ -72,6 +76,11 @@ def _meshes(rank: int, folder: str) -> dict[str, Any]:
         "sub tp": _placed(flat["tp"], [Shard(0)], 6, 2, seed=10),
         "sub dp": _placed(flat["dp"], [Replicate()], 4, 2, seed=11),
         "half": _placed(flat, [Replicate(), Shard(0)], 6, 5, seed=12).to(torch.bfloat16),
+        "permuted": _placed(mixed, [Replicate(), Shard(0)], 5, 2, seed=13),
+        f"stage {rank // 2}": {
+            str(i): _placed(pipeline["dp"], [Replicate()], 3 + rank // 2, seed=20 + i)
+            for i in range(2 + rank // 2)
+        },
         "empty": _placed(flat, [Replicate(), Shard(0)], 0, 5),
         "tied": {"a": tied, "b": tied},
         "mine": torch.full((3,), float(rank)),
@@ -91,6 +100,42 @@ def _meshes(rank: int, folder: str) -> dict[str, Any]:
         store.save(state, step=2).wait(20)
     result["all"] = _stored(folder, 2)
     return result
+
+
+def _tensor_parallel_hybrid(rank: int, folder: str) -> dict[str, Any]:
+    """FSDP2 over (rep, shard) of a model that is tensor parallel as well, with AdamW."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("rep", "shard", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["rep", "shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    def train(step: int) -> float:
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 12)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    train(0)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with open_store(folder, replicas="once") as store:
+        store.save(state, step=0).wait(20)
+    saved = bits(state)
+    losses = [train(1), train(2)]
+    equal = []
+    for memory in (0, "64MiB"):
+        with _fresh(folder, memory=memory, name=f"tp-{memory}") as store:
+            store.restore(state)
+        equal.append(bits(state) == saved)
+    again = [train(1), train(2)]
+    return {
+        "equal": equal, "losses": losses == again, "stored": _stored(folder, 0),
+        "near": sum(local_of(t).nbytes for name, t in tensors_of(state) if isinstance(t, DTensor)),
+    }  # fmt: skip
 
 
 def _asked_for_in_part(rank: int, folder: str) -> dict[str, Any]:
@@ -136,7 +181,7 @@ def _asked_for_in_part(rank: int, folder: str) -> dict[str, Any]:
 def _damaged_holder(rank: int, folder: str) -> dict[str, Any]:
     """One byte of one holder's file: only some ranks read it, and all go to the older one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
-    state = {
+    state: dict[str, Any] = {
         "w": {str(i): _placed(mesh, [Replicate(), Shard(0)], 64, 4, seed=i) for i in range(4)},
         "note": {"rank": rank},
     }
@@ -177,7 +222,7 @@ def _damaged_holder(rank: int, folder: str) -> dict[str, Any]:
 def _kept(rank: int, folder: str) -> dict[str, Any]:
     """keep=1, memory-only snapshots that give way, and restores of each while saves go on."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
-    state = {"w": _placed(mesh, [Replicate(), Shard(0)], 4000), "at": {"step": 0}}
+    state: dict[str, Any] = {"w": _placed(mesh, [Replicate(), Shard(0)], 4000), "at": {"step": 0}}
 
     def fill(step: int) -> None:
         with torch.no_grad():
@@ -214,7 +259,7 @@ def _kept(rank: int, folder: str) -> dict[str, Any]:
     return {"good": good, "steps": steps}
 
 
-_CASES = (_meshes, _asked_for_in_part, _damaged_holder, _kept)
+_CASES = (_meshes, _tensor_parallel_hybrid, _asked_for_in_part, _damaged_holder, _kept)
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +271,14 @@ def test_meshes_of_several_axes_and_odd_shards_come_back(outcomes: Outcomes) -> 
     for result in outcomes.of(_meshes):
         assert result["equal"] == [True, True, True]
         assert result["once"] < result["all"]
+
+
+def test_tensor_parallel_training_on_a_hybrid_mesh_goes_on_bit_for_bit(outcomes: Outcomes) -> None:
+    results = outcomes.of(_tensor_parallel_hybrid)
+    for result in results:
+        assert result["equal"] == [True, True]
+        assert result["losses"]
+        assert result["stored"] < sum(r["near"] for r in results) * 0.7
 
 
 def test_parts_of_a_state_are_read_from_whoever_has_them(outcomes: Outcomes) -> None:
