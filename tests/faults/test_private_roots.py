@@ -296,3 +296,12 @@ def test_a_host_that_takes_no_new_run_leaves_the_roots_one(hosts: Hosts) -> None
     assert all("No space left on device" in text for text in told)
     assert hosts.listed() == [[1], [1]]
     assert hosts.restore() == [1] * 4
+
+
+def test_ranks_that_all_moved_to_one_host_are_told_who_has_their_files(hosts: Hosts) -> None:
+    hosts.save(1)
+    hosts.order = [0, 0]
+    for told in hosts.restore(required=False):
+        assert "does not hold the files of ranks 2-3" in str(told)
+        assert "no root has the files of ranks 2-3, saved on host" in str(told)
+        assert "Start every rank on the host that has its file" in str(told)
