@@ -64,6 +64,10 @@ def _set(root: str, step: str, *, on: bool, as_json: bool) -> None:
             say(f"{verb}  step {snapshot_id.step}  {snapshot_id.name}")
             if not changed[snapshot_id]:
                 note(f"it was {verb} before" if on else "it was not pinned before")
+            if not on and catalog.is_part(snapshot_id):
+                note(
+                    "other hosts have the rest of it: it stays pinned as long as one of them has a pin"
+                )
     for snapshot_id in ids:
         for problem in problems[snapshot_id]:
             note(f"{snapshot_id.name} is damaged: {problem}")

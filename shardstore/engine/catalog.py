@@ -112,6 +112,11 @@ class Catalog:
         register = self._register(snapshot_id)
         return register if isinstance(register, str) else register.state
 
+    def state_of(self, snapshot_id: SnapshotId, data: bytes | None) -> State:
+        """State of one whose register holds `data`; None: there is no register."""
+        register = self._register_in(snapshot_id, data)
+        return register if isinstance(register, str) else register.state
+
     def _register_or_damaged(self, snapshot_id: SnapshotId) -> Register | State:
         try:
             return self._register(snapshot_id)
@@ -119,7 +124,9 @@ class Catalog:
             return "damaged"
 
     def _register(self, snapshot_id: SnapshotId) -> Register | State:
-        data = self.tier.read_manifest(snapshot_id)
+        return self._register_in(snapshot_id, self.tier.read_manifest(snapshot_id))
+
+    def _register_in(self, snapshot_id: SnapshotId, data: bytes | None) -> Register | State:
         if data is None:
             return "torn"
         return read_register(data, expect=snapshot_id) or self._judge(snapshot_id, data).state
@@ -282,9 +289,16 @@ class Catalog:
         return {i for i, is_gone in zip(due, removed, strict=True) if not is_gone}
 
     def try_remove(self, snapshot_id: SnapshotId) -> bool:
-        """Remove the bytes of an aborted attempt; whether it worked. A failure is told and tried next time."""
+        """Remove the bytes of an aborted attempt; whether it worked. A failure is told and tried next time.
+
+        Of a part of an attempt the register stays: the next run on all hosts learns from it.
+        """
         try:
-            self.tier.remove(snapshot_id)
+            if self.is_part(snapshot_id):
+                for rank in self.tier.list_ranks(snapshot_id):
+                    self.tier.remove_shard(snapshot_id, rank)
+            else:
+                self.tier.remove(snapshot_id)
         except TierError as error:
             _LOG.warning("%s (%s is no longer listed; removal is tried again)", error, snapshot_id)
             return False
@@ -338,6 +352,17 @@ class Catalog:
     def is_listed(self, snapshot_id: SnapshotId) -> bool:
         """Whether it was committed and not deleted, readable or not."""
         return self.state(snapshot_id) in ("committed", "damaged")
+
+    def is_part(self, snapshot_id: SnapshotId) -> bool:
+        """Whether other hosts have roots of their own with the rest of an attempt, which this does not show.
+
+        Raises:
+            TierError: The record of its run cannot be read.
+        """
+        if self.spans_hosts or self.tier.is_shared:
+            return False
+        record = self.run_record(snapshot_id.run)
+        return record is not None and bool(record.roots)
 
     def _check_listed(self, snapshot_id: SnapshotId) -> None:
         if not self.is_listed(snapshot_id):

@@ -131,8 +131,11 @@ class Chooser:
 
     def _judge_committed(self, manifest: Manifest) -> Candidate | None:
         found = Candidate(manifest.id, manifest.world_size, is_committed=True)
-        if self._catalog is None or not self._catalog.spans_hosts:
+        is_part = manifest.here is not msgspec.UNSET
+        if self._catalog is None or not (self._catalog.spans_hosts or is_part):
             return found
+        if manifest.world_size != len(self._inventories):
+            return found  # let the comparison say so
         try:
             reason = misplaced(
                 self._catalog,
@@ -178,6 +181,8 @@ class Chooser:
                 f"rank {', '.join(map(str, missing))}"
             )
         elif self._catalog is not None and world_size and {*stored, *held} >= {*range(world_size)}:
+            if world_size != len(self._inventories):
+                return Candidate(snapshot_id, world_size, is_committed=False)  # see above
             # Stored whole, but not where the ranks are now.
             try:
                 reason = misplaced(self._catalog, snapshot_id, world_size=world_size, near=held)

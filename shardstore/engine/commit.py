@@ -11,7 +11,7 @@ from shardstore.cluster.coordination import Stopped
 from shardstore.engine.diverged import warn_of_divergence
 from shardstore.engine.entries import collect_entries
 from shardstore.engine.otherjobs import has_successor, warn_if_replaced
-from shardstore.engine.pruning import find_removable, take_off
+from shardstore.engine.pruning import find_removable, kept_elsewhere, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
 from shardstore.engine.several import at_once
@@ -121,7 +121,11 @@ def _release_old(session: Session, save: PendingSave) -> tuple[SnapshotId, ...]:
         except (ShardStoreError, OSError) as error:
             session.warn("which snapshots are old cannot be seen, it is tried again: %s", error)
             return ()
-        going = [register.id for register in removable if register.id not in session.pinned]
+        going = [
+            register.id
+            for register in removable
+            if register.id not in session.pinned and not kept_elsewhere(session.catalog, register)
+        ]
         are_off = at_once(session.catalog.tier, lambda i: _take_off(session, i), going)
         return tuple(i for i, is_off in zip(going, are_off, strict=True) if is_off)
 

@@ -96,11 +96,6 @@ def join(session: Session, classes: tuple[RootClass, ...], name: str) -> None:
     """From now on rank 0 works on all roots, and the first rank of every other one answers for it."""
     part(session)
     session.classes = classes
-    if session.shares_replicas:
-        session.shares_replicas = False  # equal on all ranks, as `classes` is
-        session.log(
-            'replicas="once" needs a root that all hosts share: every rank stores its whole file'
-        )
     session.steward = start_steward(session, classes, name)
     if session.rank == 0:
         session.catalog = joint_catalog(session, classes, name)
@@ -158,8 +153,7 @@ def agree_on_roots(
     Raises:
         CoordinationError: A root cannot be written to, or a rank is missing; on all ranks.
     """
-    part(session)
-    coordinator, catalog = session.coordinator, session.catalog
+    coordinator, catalog = session.coordinator, session.own_catalog
     assert catalog is not None
     decided = coordinator.gather_decide(
         f"{name}/folders",
@@ -187,8 +181,13 @@ def agree_on_roots(
             f"root: no run number was free on all hosts, {_MAX_ROUNDS} times over: other jobs claim them",
             tier="root", operation="share",
         )  # fmt: skip
-    if len(roots.classes) > 1:
-        join(session, roots.classes, f"{name}/roots")
+    # Until all agree, what was known at the start holds: no rank may work on its own root alone.
+    classes = roots.classes if len(roots.classes) > 1 else ()
+    if classes != session.classes:
+        part(session)
+        if classes:
+            join(session, classes, f"{name}/roots")
+    if classes:
         _tell(session)
     return roots.run
 
@@ -280,6 +279,10 @@ def _tell(session: Session) -> None:
     if session.rank != 0:
         return
     assert session.catalog is not None
+    if session.wants_once:
+        session.log(
+            'replicas="once" needs a root that all hosts share: every rank stores its whole file'
+        )
     who = "; ".join(f"{list_ranks(c.ranks)} on host {c.host}" for c in session.classes)
     text = (
         "hosts do not share %s: each keeps the files of its own ranks there (%s). A restart needs every "
@@ -292,23 +295,32 @@ def _tell(session: Session) -> None:
         session.log(text, session.catalog.tier.location, who)
 
 
-def complete_commits(session: Session) -> list[SnapshotId]:
-    """On rank 0: what is committed on some roots, and whole on all together, is committed on the others, too."""
-    catalog = session.catalog
-    if catalog is None or not isinstance(catalog.tier, JointTier):
+def complete_commits(catalog: Catalog, *, warn: Callable[..., None]) -> list[SnapshotId]:
+    """On rank 0: what is committed on some roots, and whole on all together, is committed on the others, too.
+
+    Args:
+        catalog: Of rank 0.
+        warn: Told, as a logger is, what cannot be committed.
+    """
+    tier = catalog.tier
+    if not isinstance(tier, JointTier):
         return []
-    done = []
+    # All are found before one is completed: what one look at the roots has told ends with the first write.
+    half, done = [], []
     for snapshot_id in catalog.ids():
         try:
-            if catalog.tier.is_half_committed(snapshot_id):
-                manifest = catalog.entry(snapshot_id).manifest
-                assert manifest is not None
-                whole = msgspec.structs.replace(manifest, here=msgspec.UNSET)
-                catalog.tier.make_durable(snapshot_id, range(manifest.world_size))
-                if catalog.publish(whole):
-                    done.append(snapshot_id)
+            if tier.is_half_committed(snapshot_id):
+                half.append(snapshot_id)
         except ShardStoreError as error:
-            session.warn(
-                "%s is committed on some hosts, and cannot be on all: %s", snapshot_id, error
-            )
+            warn("whether %s is committed on all hosts cannot be seen: %s", snapshot_id, error)
+    for snapshot_id in half:
+        try:
+            manifest = catalog.entry(snapshot_id).manifest
+            if manifest is None or manifest.state != "committed":
+                continue  # it was deleted meanwhile
+            tier.make_durable(snapshot_id, range(manifest.world_size))
+            if catalog.publish(msgspec.structs.replace(manifest, here=msgspec.UNSET)):
+                done.append(snapshot_id)
+        except ShardStoreError as error:
+            warn("%s is committed on some hosts, and cannot be on all: %s", snapshot_id, error)
     return done

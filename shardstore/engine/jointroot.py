@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from shardstore.engine.catalog import Catalog
-from shardstore.engine.peers import Peers, Question, RootViews, View
+from shardstore.engine.farshard import FarShard
+from shardstore.engine.peers import Peers, Question, View
 from shardstore.engine.steward import close_register, publish_part, view_of
 from shardstore.errors import TierError
 from shardstore.format.manifest import MANIFEST_NAME, decode_manifest, shard_file_name
@@ -31,18 +31,22 @@ from shardstore.tiers.base import Found, RootTier, ShardReader, ShardWriter, Sur
 
 _SCAN_S: Final = 2.0
 """How long a thread goes on with what `list_ids` told it."""
-_MAX_PART_NBYTES: Final = 4 << 20
-"""Of a header that another host sends."""
 
 
 class _Scan:
-    """What the other roots held when a thread asked for all ids."""
+    """What the other roots held when a thread asked for all of it."""
 
-    def __init__(self, overviews: Mapping[int, RootViews]) -> None:
-        self.views = {
-            rank: {view.id: view for view in overview.views} for rank, overview in overviews.items()
-        }
+    def __init__(self, found: Mapping[int, Sequence[View]]) -> None:
+        self.views = {rank: {view.id: view for view in views} for rank, views in found.items()}
         self.until = time.monotonic() + _SCAN_S
+
+    @property
+    def ids(self) -> set[SnapshotId]:
+        return {i for views in self.views.values() for i in views}
+
+    def of(self, snapshot_id: SnapshotId) -> dict[int, View]:
+        nothing = View(snapshot_id, "torn")
+        return {rank: views.get(snapshot_id, nothing) for rank, views in self.views.items()}
 
 
 class JointTier:
@@ -69,17 +73,21 @@ class JointTier:
 
     # -------------------------------------------------------------------- views
 
-    def _overviews(self) -> dict[int, RootViews]:
+    def _scan(self) -> _Scan:
+        """What every other root has of all attempts, just now."""
         values = self.peers.must(Question("overview"))
-        return {rank: msgspec.msgpack.decode(v, type=RootViews) for rank, v in values.items()}
+        found = {r: msgspec.msgpack.decode(v, type=tuple[View, ...]) for r, v in values.items()}
+        self._scans.last = scan = _Scan(found)
+        return scan
+
+    def _last_scan(self) -> _Scan | None:
+        scan: _Scan | None = getattr(self._scans, "last", None)
+        return scan if scan is not None and time.monotonic() < scan.until else None
 
     def _views(self, snapshot_id: SnapshotId) -> dict[int, View]:
         """What every other root has of one attempt, by first rank."""
-        scan: _Scan | None = getattr(self._scans, "last", None)
-        if scan is not None and time.monotonic() < scan.until:
-            nothing = View(snapshot_id, "torn")
-            return {rank: views.get(snapshot_id, nothing) for rank, views in scan.views.items()}
-        return self._look(snapshot_id)
+        scan = self._last_scan()
+        return self._look(snapshot_id) if scan is None else scan.of(snapshot_id)
 
     def _look(self, snapshot_id: SnapshotId) -> dict[int, View]:
         """The same, just now."""
@@ -103,33 +111,30 @@ class JointTier:
 
     def list_ids(self) -> list[SnapshotId]:
         """Every attempt that has a folder on any root."""
-        own = self.own.list_ids()
-        scan = self._scans.last = _Scan(self._overviews())
-        return list({*own, *(i for views in scan.views.values() for i in views)})
+        return list({*self.own.list_ids(), *self._scan().ids})
 
     def survey(self) -> Survey:
-        """Names of what every root has of each attempt."""
+        """Names of what every root has of each attempt: one look at each. Of the root itself, this host's."""
+        own, scan = self.own.survey(), self._scan()
         attempts = {}
-        for snapshot_id in self.list_ids():
-            names = [shard_file_name(rank) for rank in self.list_ranks(snapshot_id)]
-            names += [mark_file(mark) for mark in self.marks(snapshot_id)]
-            try:
-                is_closed = self.read_manifest(snapshot_id) is not None
-            except TierError:
-                is_closed = True
-            if is_closed:
-                names.append(MANIFEST_NAME)
+        for snapshot_id in {*own.attempts, *scan.ids}:
+            names = {*own.attempts.get(snapshot_id, ())}
+            for view in scan.of(snapshot_id).values():
+                names.update(map(shard_file_name, view.ranks), map(mark_file, view.marks))
+                if view.state != "torn":
+                    names.add(MANIFEST_NAME)
             attempts[snapshot_id] = dict.fromkeys(names, Found(-1))
-        return Survey(attempts, tuple(name for name, _ in self.own.list_names()))
+        return Survey(attempts, own.names)
 
     def read_manifests(
         self, ids: Collection[SnapshotId]
     ) -> dict[SnapshotId, bytes | TierError | None]:
-        """See RootTier."""
+        """See RootTier; the others are asked once for all."""
         found: dict[SnapshotId, bytes | TierError | None] = {}
+        scan = self._last_scan() or self._scan()
         for snapshot_id in ids:
             try:
-                found[snapshot_id] = self.read_manifest(snapshot_id)
+                found[snapshot_id] = self._read_manifest(snapshot_id, scan.of(snapshot_id))
             except TierError as error:
                 found[snapshot_id] = error
         return found
@@ -155,7 +160,7 @@ class JointTier:
         others = [first for first, ranks in places.items() if first and rank in ranks]
         if rank in places[0] or not others:
             return self.own.open_shard(snapshot_id, rank)
-        return _FarReader(self.peers, others[0], snapshot_id, rank)
+        return FarShard(self.peers, others[0], snapshot_id, rank)
 
     def remove_shard(self, snapshot_id: SnapshotId, rank: int) -> None:
         """Remove one from this host's root; every rank does so on its own."""
@@ -173,8 +178,11 @@ class JointTier:
 
     def read_manifest(self, snapshot_id: SnapshotId) -> bytes | None:
         """The register that counts: see the beginning of this file."""
-        own, views = self.own.read_manifest(snapshot_id), self._views(snapshot_id)
-        state = self._catalog.state(snapshot_id) if own is not None else "torn"
+        return self._read_manifest(snapshot_id, self._views(snapshot_id))
+
+    def _read_manifest(self, snapshot_id: SnapshotId, views: Mapping[int, View]) -> bytes | None:
+        own = self.own.read_manifest(snapshot_id)
+        state = self._catalog.state_of(snapshot_id, own)
         for first, view in views.items():
             if view.state == "aborted" and state != "aborted":
                 return self._fetch(first, snapshot_id)
@@ -220,10 +228,17 @@ class JointTier:
             return None
         whom = [first for first, view in views.items() if view.ranks]
         answers = self.peers.must(Question("publish", id=snapshot_id, data=data), whom=whom)
+        listed = {*own}
         for answer in answers.values():
             stored = msgspec.msgpack.decode(answer, type=bytes | None)
-            if stored is None or not _is_committed(stored, snapshot_id):
+            if stored is None:
+                return None
+            theirs = decode_manifest(stored, source=MANIFEST_NAME, expect=snapshot_id)
+            if theirs.state != "committed":
                 return stored
+            listed |= {*theirs.ranks_here}
+        if not {*ranks} <= listed:
+            return None  # a file went since they were looked for
         return publish_part(self._catalog, manifest) if own else data
 
     def _abort(self, snapshot_id: SnapshotId, data: bytes, *, make_folder: bool) -> bytes | None:
@@ -272,8 +287,9 @@ class JointTier:
 
     def list_deleted(self) -> list[str]:
         """Names of what an interrupted `remove` left on any root."""
-        found = {*self.own.list_deleted()}
-        return sorted(found.union(*(o.deleted for o in self._overviews().values())))
+        values = self.peers.must(Question("deleted")).values()
+        found = (msgspec.msgpack.decode(value, type=list[str]) for value in values)
+        return sorted({*self.own.list_deleted()}.union(*found))
 
     def list_names(self, folder: str = "") -> list[tuple[str, int]]:
         """Names and sizes of what is on any root; this host's where a name is on several."""
@@ -292,8 +308,8 @@ class JointTier:
         self.peers.must(Question("remove temp", folder=folder, name=name))
 
     def marks(self, snapshot_id: SnapshotId) -> frozenset[Mark]:
-        """Marks beside a snapshot on any root."""
-        views = self._views(snapshot_id)
+        """Marks beside a snapshot on any root, just now."""
+        views = self._look(snapshot_id)
         return self.own.marks(snapshot_id).union(*(view.marks for view in views.values()))
 
     def put_mark(self, snapshot_id: SnapshotId, mark: Mark) -> None:
@@ -314,8 +330,9 @@ class JointTier:
 
     def run_numbers(self) -> list[int]:
         """Numbers of all runs that any root knows."""
-        found = {*self.own.run_numbers()}
-        return sorted(found.union(*(o.runs for o in self._overviews().values())))
+        values = self.peers.must(Question("runs")).values()
+        found = (msgspec.msgpack.decode(value, type=list[int]) for value in values)
+        return sorted({*self.own.run_numbers()}.union(*found))
 
     def put_small(self, name: str, data: bytes) -> None:
         """See `register_tag`."""
@@ -367,57 +384,3 @@ class JointTier:
 
 def _is_committed(data: bytes, snapshot_id: SnapshotId) -> bool:
     return decode_manifest(data, source=MANIFEST_NAME, expect=snapshot_id).state == "committed"
-
-
-class _FarReader:
-    """A shard on another host's root, part by part over the key-value store: for headers."""
-
-    def __init__(self, peers: Peers, first: int, snapshot_id: SnapshotId, rank: int) -> None:
-        self._peers, self._first = peers, first
-        self._id, self._rank = snapshot_id, rank
-        self.tier = "root"
-        self.source = f"rank {rank} of {snapshot_id} on host {peers.classes[first].host}"
-        self.is_mapped = False
-        self.may_differ_again = False
-        self.chunk_bytes = _MAX_PART_NBYTES
-        self.num_places = 1
-        self.nbytes = self._read(0, 8)[0]
-
-    def _read(self, start: int, stop: int) -> tuple[int, bytes]:
-        question = Question("read", id=self._id, rank=self._rank, start=start, stop=stop)
-        answers = self._peers.must(question, whom=[self._first])
-        return msgspec.msgpack.decode(answers[self._first], type=tuple[int, bytes])
-
-    def read(self, start: int, stop: int) -> bytes:
-        """See ShardReader."""
-        parts = bytearray()
-        for at in range(start, stop, _MAX_PART_NBYTES):
-            parts += self._read(at, min(stop, at + _MAX_PART_NBYTES))[1]
-        return bytes(parts)
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    def stream(
-        self,
-        start: int,
-        stop: int,
-        place: Callable[[int, int], memoryview],  # noqa: ARG002 - of the protocol
-        arrived: Callable[[memoryview, int], None],
-    ) -> int:
-        """See ShardReader."""
-        end = min(stop, self.nbytes)
-        for at in range(start, end, _MAX_PART_NBYTES):
-            arrived(memoryview(self.read(at, min(end, at + _MAX_PART_NBYTES))), at)
-        return end
-
-    def __enter__(self) -> _FarReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass

@@ -141,7 +141,7 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         boot_id=coordinator.boot_id,
         highest_adopted_run=max([adopted.highest_run, *(i.run for i in gists)]),
         local_ranks=tuple(coordinator.local_ranks),
-        shares_replicas=options.replicas == "once",
+        wants_once=options.replicas == "once",
         shared=options.shared,
         is_one_folder=not agreement.roots and root.folder != (-1, -1),
     )

@@ -24,7 +24,7 @@ _AGAIN_S: Final = 1.0
 """How long one that did not answer before is waited for."""
 
 Operation: TypeAlias = Literal[
-    "overview", "look", "manifest", "names", "small", "run", "read", "publish", "abort", "unlist", "sync",
+    "overview", "look", "manifest", "names", "runs", "deleted", "small", "run", "read", "publish", "abort", "unlist", "sync",
     "remove", "remove deleted", "remove temp", "mark", "unmark",
 ]  # fmt: skip
 
@@ -73,14 +73,6 @@ class View(msgspec.Struct, frozen=True):
     """Whose files are there."""
     marks: frozenset[Mark] = frozenset()
     has_folder: bool = False
-
-
-class RootViews(msgspec.Struct, frozen=True):
-    """What one root has."""
-
-    views: tuple[View, ...]
-    runs: tuple[int, ...]
-    deleted: tuple[str, ...]
 
 
 def question_key(name: str, number: int) -> str:
@@ -203,13 +195,18 @@ class Peers:
     def _value_of(self, rank: int, answer: Answer | TierError) -> bytes | TierError:
         if isinstance(answer, TierError):
             return answer
-        problem = answer.problem
-        if problem is None:
-            return answer.value
-        error = TierError(
-            f"on host {self.classes[rank].host} (rank {rank}), {problem.message}",
-            tier="root", key=problem.key, operation=problem.operation,
-        )  # fmt: skip
-        if problem.is_absent:
-            error.__cause__ = FileNotFoundError(problem.message)
-        return error
+        return value_of(answer, host=self.classes[rank].host, rank=rank)
+
+
+def value_of(answer: Answer, *, host: str, rank: int) -> bytes | TierError:
+    """What a first rank answered, or the error that kept it from doing what was asked for."""
+    problem = answer.problem
+    if problem is None:
+        return answer.value
+    error = TierError(
+        f"on host {host} (rank {rank}), {problem.message}",
+        tier="root", key=problem.key, operation=problem.operation,
+    )  # fmt: skip
+    if problem.is_absent:
+        error.__cause__ = FileNotFoundError(problem.message)
+    return error

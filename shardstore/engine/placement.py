@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection, Iterable
 
 from shardstore.engine.attempts import list_ranks
@@ -42,7 +43,7 @@ def misplaced(
     Args:
         catalog: Of rank 0.
         snapshot_id: Which.
-        world_size: Of the ranks that saved it.
+        world_size: Of the ranks that saved it, and of those that run now.
         near: Ranks that have it in memory or on their disk.
         manifest: Its manifest, which says where ranks ran.
 
@@ -50,22 +51,24 @@ def misplaced(
         TierError: A root cannot be listed.
     """
     tier = catalog.tier
-    if not isinstance(tier, JointTier) or world_size != sum(len(c.ranks) for c in tier.classes):
-        return ""
-    places = tier.places(snapshot_id)
+    if isinstance(tier, JointTier):
+        classes, places = tier.classes, tier.places(snapshot_id)
+    else:  # the ranks of several hosts are all on one of them now
+        classes = (RootClass(platform.node(), tuple(range(world_size))),)
+        places = {0: tuple(tier.list_ranks(snapshot_id))}
     lacking = {
         c.first: [r for r in c.ranks if r not in near and r not in places.get(c.first, ())]
-        for c in tier.classes
+        for c in classes
     }
     texts = [
         f"{_name(c)} does not hold the {_files(lacking[c.first])}"
-        for c in tier.classes
+        for c in classes
         if lacking[c.first]
     ]
     if not texts:
         return ""
     wanted = {rank for ranks in lacking.values() for rank in ranks}
-    for c in tier.classes:
+    for c in classes:
         held = wanted & {*places.get(c.first, ())} - {*lacking[c.first]}
         wanted -= held
         if held:

@@ -75,7 +75,7 @@ def prune(
             register.id,
             register.nbytes,
             why,
-            _kept_elsewhere(catalog, register)
+            kept_elsewhere(catalog, register)
             or ("" if dry_run else _delete(catalog, register.id, writer)),
         )
         for register in found
@@ -155,7 +155,7 @@ def take_off(catalog: Catalog, snapshot_id: SnapshotId, *, writer: Mapping[str, 
     return True
 
 
-def _kept_elsewhere(catalog: Catalog, register: Register) -> str:
+def kept_elsewhere(catalog: Catalog, register: Register) -> str:
     """Why one root of several cannot let go of its part: the others would list what nobody can restore."""
     if catalog.spans_hosts or register.here is msgspec.UNSET:
         return ""

@@ -108,7 +108,7 @@ class RunNumber:
     def _settle(self, catalog: Catalog) -> None:
         """On rank 0: what earlier runs left half done."""
         session = self._session
-        for snapshot_id in complete_commits(session):
+        for snapshot_id in complete_commits(catalog, warn=session.warn):
             self._tell(
                 snapshot_id, "%s of an earlier run was committed on some hosts, and is on all now"
             )

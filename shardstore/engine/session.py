@@ -203,8 +203,8 @@ class Session:
     """On the first rank of another root than rank 0's: answers for it."""
     ops: FileOps = field(default_factory=FileOps)
     """System calls; here for the named points of protocols."""
-    shares_replicas: bool = False
-    """On the root, replicas store in turn what they have in common."""
+    wants_once: bool = False
+    """On the root, replicas are to store in turn what they have in common."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0
@@ -256,6 +256,14 @@ class Session:
         """Nobody waits for memory beyond a grace period."""
         self.memory.in_time = self.in_time
         self.own_catalog = self.catalog
+
+    @property
+    def shares_replicas(self) -> bool:
+        """Whether they do: not where a holder's file may be on another host.
+
+        Equal on all ranks once the run's number is agreed on.
+        """
+        return self.wants_once and not self.classes
 
     @property
     def is_ending(self) -> bool:

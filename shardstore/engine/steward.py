@@ -13,7 +13,6 @@ from shardstore.engine.peers import (
     Answer,
     Problem,
     Question,
-    RootViews,
     View,
     answer_key,
     question_key,
@@ -85,10 +84,7 @@ class Steward:
         answer = Answer()
         if self._coordinator.rank in question.whom:
             self._ops.point("answer for this root")
-            try:
-                answer = Answer(msgspec.msgpack.encode(self._do(question)))
-            except Exception as error:  # noqa: BLE001 - told to rank 0, whose question it is
-                answer = Answer(problem=_problem_of(error))
+            answer = answer_for(self._catalog, question)
             self._ops.point("answered for this root")
         key = answer_key(self._name, number, self._coordinator.rank)
         try:
@@ -96,60 +92,78 @@ class Steward:
         except CoordinationError:
             pass  # the store is gone, and rank 0 with it
 
-    def _do(self, question: Question) -> object:
-        """Do what is asked for; returns what `Answer.value` is to hold."""
-        tier, snapshot_id = self._catalog.tier, question.id
-        match question.operation:
-            case "overview":
-                return self._overview()
-            case "names":
-                return tier.list_names(question.folder)
-            case "small":
-                return tier.read_small(question.name)
-            case "run":
-                return tier.read_run(question.rank)
-            case "remove deleted":
-                tier.remove_deleted(question.name)
-            case "remove temp":
-                tier.remove_temp(question.folder, question.name)
-            case _:
-                assert snapshot_id is not None
-                return self._do_to(snapshot_id, question)
-        return None
 
-    def _do_to(self, snapshot_id: SnapshotId, question: Question) -> object:
-        """The same, of one attempt."""
-        catalog, tier = self._catalog, self._catalog.tier
-        match question.operation:
-            case "look":
-                return view_of(catalog, snapshot_id)
-            case "manifest":
-                return tier.read_manifest(snapshot_id)
-            case "read":
-                with tier.open_shard(snapshot_id, question.rank) as reader:
-                    stop = min(question.stop, reader.nbytes)
-                    return reader.nbytes, bytes(reader.read(question.start, stop))
-            case "publish":
-                manifest = decode_manifest(question.data, source="rank 0", expect=snapshot_id)
-                return publish_part(catalog, manifest)
-            case "sync":
-                tier.make_durable(snapshot_id, tier.list_ranks(snapshot_id))
-            case "abort":
-                close_register(catalog, snapshot_id, question.data)
-            case "unlist":
-                tier.replace_manifest(snapshot_id, question.data)
-            case "remove" if catalog.settled_state(snapshot_id) == "aborted":
-                tier.remove(snapshot_id)
-            case "mark" if question.mark is not None:
-                tier.put_mark(snapshot_id, question.mark)
-            case "unmark" if question.mark is not None:
-                tier.drop_mark(snapshot_id, question.mark)
-        return None
+def answer_for(catalog: Catalog, question: Question) -> Answer:
+    """Do on one root what rank 0 asks for; that it cannot be done is an answer as well."""
+    try:
+        return Answer(msgspec.msgpack.encode(_do(catalog, question)))
+    except Exception as error:  # noqa: BLE001 - told to rank 0, whose question it is
+        return Answer(problem=_problem_of(error))
 
-    def _overview(self) -> RootViews:
-        tier = self._catalog.tier
-        views = tuple(view_of(self._catalog, i) for i in self._catalog.ids())
-        return RootViews(views, tuple(tier.run_numbers()), tuple(tier.list_deleted()))
+
+def _do(catalog: Catalog, question: Question) -> object:
+    """Returns what `Answer.value` is to hold."""
+    tier, snapshot_id = catalog.tier, question.id
+    match question.operation:
+        case "overview":
+            return _views_of_all(catalog)
+        case "runs":
+            return tier.run_numbers()
+        case "deleted":
+            return tier.list_deleted()
+        case "names":
+            return tier.list_names(question.folder)
+        case "small":
+            return tier.read_small(question.name)
+        case "run":
+            return tier.read_run(question.rank)
+        case "remove deleted":
+            tier.remove_deleted(question.name)
+        case "remove temp":
+            tier.remove_temp(question.folder, question.name)
+        case _:
+            assert snapshot_id is not None
+            return _do_to(catalog, snapshot_id, question)
+    return None
+
+
+def _do_to(catalog: Catalog, snapshot_id: SnapshotId, question: Question) -> object:
+    """The same, of one attempt."""
+    tier = catalog.tier
+    match question.operation:
+        case "look":
+            return view_of(catalog, snapshot_id)
+        case "manifest":
+            return tier.read_manifest(snapshot_id)
+        case "read":
+            with tier.open_shard(snapshot_id, question.rank) as reader:
+                stop = min(question.stop, reader.nbytes)
+                return reader.nbytes, bytes(reader.read(question.start, stop))
+        case "publish":
+            manifest = decode_manifest(question.data, source="rank 0", expect=snapshot_id)
+            return publish_part(catalog, manifest)
+        case "sync":
+            tier.make_durable(snapshot_id, tier.list_ranks(snapshot_id))
+        case "abort":
+            close_register(catalog, snapshot_id, question.data)
+        case "unlist":
+            tier.replace_manifest(snapshot_id, question.data)
+        case "remove" if catalog.settled_state(snapshot_id) == "aborted":
+            tier.remove(snapshot_id)
+        case "mark" if question.mark is not None:
+            tier.put_mark(snapshot_id, question.mark)
+        case "unmark" if question.mark is not None:
+            tier.drop_mark(snapshot_id, question.mark)
+    return None
+
+
+def _views_of_all(catalog: Catalog) -> list[View]:
+    """What a root has of every attempt, in one look."""
+    found = catalog.overview()
+    return [
+        View(i, found.state(i), tuple(found.ranks(i)), found.marks(i), has_folder=True)
+        for i in found.ids
+    ]
 
 
 def view_of(catalog: Catalog, snapshot_id: SnapshotId) -> View:

@@ -218,3 +218,90 @@ def test_one_folder_under_two_names_is_found_to_be_shared(hosts: Hosts) -> None:
     assert info.here is None
     assert len(list(hosts.roots[0].rglob("rank-*"))) == NUM_RANKS
     assert len(list(hosts.roots[0].glob("run-*"))) == 1
+
+
+def _alone(hosts: Hosts, host: int, *, keep: int | None = None, delete: int | None = None) -> None:
+    """A run on one of the hosts alone: it saves steps 10 and 11."""
+
+    def life(rank: ThreadRank) -> None:
+        with SnapshotStore(
+            hosts.roots[host], memory=0, keep=keep, process_group=rank, timeout_s=10
+        ) as store:
+            for step in (10, 11):
+                store.save(_state(step, rank.rank), step=step).wait(20)
+            if delete is not None:
+                store.delete(delete)
+
+    run_rank_threads(2, life)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_run_on_one_host_alone_keeps_what_other_hosts_have_the_rest_of(
+    hosts: Hosts, host: int
+) -> None:
+    hosts.save(1, 2)
+    _alone(hosts, host, keep=1)
+    assert hosts.listed()[host] == [1, 2, 11]
+
+    def life(rank: ThreadRank) -> int:
+        with hosts.open(rank) as store:
+            return store.restore(_state(-7, rank.rank), step=2).step
+
+    assert run_rank_threads(NUM_RANKS, life) == [2] * 4
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_a_run_on_one_host_alone_deletes_is_deleted_on_all_by_the_next_save(
+    hosts: Hosts, host: int
+) -> None:
+    hosts.save(1, 2)
+    _alone(hosts, host, delete=2)
+    (folder,) = hosts.roots[host].glob("step-000000000002.*")
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+    _alone(hosts, host)  # nor does another one remove what tells the others
+    assert hosts.save(3) == [""] * 4
+    assert [[step for step in steps if step < 10] for steps in hosts.listed()] == [[1, 3]] * 2
+    assert not list(hosts.folder.rglob("step-000000000002.*"))
+
+
+class _NoClaimOn(FileOps):
+    """One host's root takes no further run."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = str(root)
+
+    def link(self, source: str, target: str) -> None:
+        if target.startswith(self.root) and "run-" in target:
+            raise OSError(28, "No space left on device")
+        super().link(source, target)
+
+
+def test_a_host_that_takes_no_new_run_leaves_the_roots_one(hosts: Hosts) -> None:
+    """The save fails on all; what is deleted after it is deleted on all."""
+    hosts.save(1, 2)
+
+    def life(rank: ThreadRank) -> str:
+        store, told = hosts.open(rank, on_error="warn"), ""
+        try:
+            store.save(_state(3, rank.rank), step=3).wait(20)
+        except SaveFailedError as error:
+            told = str(error)
+        store.delete(2)
+        store.close()
+        return told
+
+    with use_ops(_NoClaimOn(hosts.roots[1])):
+        told = run_rank_threads(NUM_RANKS, life)
+    assert all("No space left on device" in text for text in told)
+    assert hosts.listed() == [[1], [1]]
+    assert hosts.restore() == [1] * 4
+
+
+def test_ranks_that_all_moved_to_one_host_are_told_who_has_their_files(hosts: Hosts) -> None:
+    hosts.save(1)
+    hosts.order = [0, 0]
+    for told in hosts.restore(required=False):
+        assert "does not hold the files of ranks 2-3" in str(told)
+        assert "no root has the files of ranks 2-3, saved on host" in str(told)
+        assert "Start every rank on the host that has its file" in str(told)

@@ -113,18 +113,19 @@ def _large(rank: int, value: float) -> dict[str, Any]:
 
 
 def _save_and_restore_remotely(
-    rank: int, folder: str, url: str, options: dict[str, Any]
+    rank: int, folder: str, url: str, options: dict[str, Any], by_disk: bool
 ) -> dict[str, Any]:
-    def open_remote(memory: str) -> SnapshotStore:
-        near = Path(folder, memory)
-        near.mkdir(exist_ok=True)
+    def open_remote(near: str, **more: Any) -> SnapshotStore:
+        Path(folder, near).mkdir(exist_ok=True)
+        more = {"memory": "256MiB", **more}
         return SnapshotStore(
-            url, replicas="once", storage_options=options, memory_dir=near, memory="256MiB",
-            timeout_s=30,
+            url, replicas="once", storage_options=options, memory_dir=Path(folder, near),
+            timeout_s=30, **more,
         )  # fmt: skip
 
     state = _large(rank, 1.0)
-    with open_remote("memory") as store:
+    disk = Path(tempfile.gettempdir(), Path(folder).name, "disk")
+    with open_remote("memory", **({"memory": 0, "disk": disk} if by_disk else {})) as store:
         info = store.save(state, step=1).wait(40)
     assert info is not None
     saved = [local_of(t).clone() for t in state["w"]]
@@ -133,18 +134,28 @@ def _save_and_restore_remotely(
     with open_remote("elsewhere") as store:
         report = store.restore(state)
     equal = all(torch.equal(local_of(t), s) for t, s in zip(state["w"], saved, strict=True))
+    on_disk = sum(path.stat().st_size for path in disk.rglob(f"rank-{rank:05d}.safetensors"))
+    dist.barrier()
+    shutil.rmtree(disk.parent, ignore_errors=True)
     whole = sum(s.nbytes for s in saved)
-    return {"nbytes": info.nbytes, "whole": whole, "tier": report.tier, "equal": equal}
+    return {
+        "nbytes": info.nbytes, "whole": whole, "tier": report.tier, "equal": equal, "on_disk": on_disk,
+    }  # fmt: skip
 
 
-def test_an_object_store_gets_every_shard_once(folder: str, s3_server: MotoServer) -> None:
+@pytest.mark.parametrize("by_disk", [False, True], ids=["from memory", "from the disk"])
+def test_an_object_store_gets_every_shard_once(
+    folder: str, s3_server: MotoServer, by_disk: bool
+) -> None:
+    """In parts that begin anywhere in a tensor; from the disk where the state never was in memory."""
     url = f"s3://{s3_server.fresh_bucket()}/run"
     options = s3_options(s3_server.port)
-    results = run_ranks(2, _save_and_restore_remotely, folder, url, options, timeout_s=90)
+    results = run_ranks(2, _save_and_restore_remotely, folder, url, options, by_disk, timeout_s=90)
     for result in results:
         assert result["equal"]
         assert result["tier"] == "root (2 ranks)"
         assert 0 < result["nbytes"] - result["whole"] < 100_000
+        assert (result["on_disk"] > result["whole"]) == by_disk
 
 
 def _state(rank: int, value: int) -> dict[str, Any]:
