@@ -64,19 +64,21 @@ class SnapshotStore:
         memory_dir: str | os.PathLike[str] = "/dev/shm",  # noqa: S108
         name: str | None = None,
         keep: int | Keep | None = None,
+        shared: bool | None = None,
         on_full: Literal["wait", "skip", "direct"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         process_group: ProcessGroup | ThreadRank | None = None,
         timeout_s: float = 600.0,
         storage_options: Mapping[str, object] | None = None,
         progress: Callable[[Progress], object] | None = None,
+        replicas: Literal["all", "once"] = "all",
     ) -> None:
         """Open the store, and adopt what a dead run of the same name left in memory.
 
         Args:
-            root: Where snapshots are durable: a folder that all hosts share, or the URL of remote storage
-                (`s3://bucket/folder`, `gs://`, `az://`, `sftp://`, any that fsspec has a client for).
-                None: memory and disk only.
+            root: Where snapshots are durable: a folder that all hosts share (or see `shared`), or the URL of
+                remote storage (`s3://bucket/folder`, `gs://`, `az://`, `sftp://`, any that fsspec has a
+                client for). None: memory and disk only.
             disk: Folder on a disk of each host, between memory and the root: memory is free again as soon
                 as a snapshot is there, and a restart reads it from there. When it is full, what the root
                 has as well goes, oldest first.
@@ -90,6 +92,9 @@ class SnapshotStore:
                 some for good. Older ones are deleted once a newer one is committed; pinned ones, those
                 with persist=False, and those of other jobs that work on the root, never. None deletes
                 nothing.
+            shared: Whether all hosts see one root. True refuses a root that they do not share. False: each
+                has its own (ranks may then name different folders): it keeps its ranks' files, and a
+                restart needs every rank on the host that it was on. None finds out at the first save.
             on_full: What `save` does while no memory is free, but some is on its way out: waits for
                 it; leaves this snapshot out, on all ranks (`wait` returns None then); or writes
                 directly to the root and blocks meanwhile.
@@ -103,6 +108,10 @@ class SnapshotStore:
                 (a slow one is called less often), several at a time. What it raises is logged once and
                 breaks nothing. It must not call the store, but for `stats`. Ranks may differ. None:
                 rank 0 logs a line every 5 s of a save, restore or drain that blocks for longer.
+            replicas: "once" has the root hold each shard once where DTensor placements replicate it (as
+                HSDP does): replicas write in turn, about equally much, and a restore reads the shared
+                copy. Memory and disk hold whole files, as the root does with "all". Replicas whose bytes
+                differ are warned of, and store their own.
 
         Raises:
             ValueError: An argument is off.
@@ -120,7 +129,9 @@ class SnapshotStore:
             on_full=on_full,
             on_error=on_error,
             timeout_s=timeout_s,
+            replicas=replicas,
             storage_options=storage_options,
+            shared=shared,
         )
         if progress is not None and not callable(progress):
             raise ValueError(f"progress must be callable or None, got {progress!r}")

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Final
 
 import click
+from msgspec import UNSET
 
 from shardstore.cli.near import Near, look_near
 from shardstore.cli.output import Column, moment, note, say_table, size, write_json
@@ -134,7 +135,7 @@ def _committed(attempt: Attempt, ranks: dict[str, tuple[int, ...]]) -> _Line:
         register.nbytes,
         register.created,
         register.world_size,
-        {**ranks, "root": None},
+        {**ranks, "root": None if register.here is UNSET else register.here},
         "pinned" in attempt.marks,
         register.metadata,
         attempt.why,

@@ -24,7 +24,7 @@ from shardstore.cli.output import (
 )
 from shardstore.cli.parameters import json_option, near_options, root_argument, which_options
 from shardstore.cli.places import find_root
-from shardstore.engine.attempts import Examination, RankFile, examine, list_ranks
+from shardstore.engine.attempts import Examination, RankFile, examine, list_ranks, part_here
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.difference import describe_mesh
 from shardstore.engine.liveness import judge
@@ -151,9 +151,10 @@ def _say_facts(
             say(f"{label:<11} {text}")
     say()
     if not found.problems and found.state == "committed":
-        say_status(
-            "ok", "every rank's file is there with its size (for the bytes: shardstore verify)"
-        )
+        here = [file.rank for file in found.files if file.nbytes is not None]
+        part = "" if found.manifest is None else part_here(found.manifest, here)
+        text = part or "every rank's file is there with its size"
+        say_status("ok", f"{text} (for the bytes: shardstore verify)")
     for problem in found.problems:
         say_status("fail", problem)
     if found.state == "aborted":
@@ -179,7 +180,7 @@ def _say_ranks(files: Sequence[RankFile], *, full: bool) -> None:
             str(file.rank),
             file.host,
             "" if file.nbytes is None else size(file.nbytes),
-            file.problem.split("\n")[0] or "ok",
+            file.problem.split("\n")[0] or ("ok" if file.nbytes is not None else "on its host"),
         ]
         for file in sorted(shown, key=lambda file: file.rank)
     ]

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import click
+from msgspec import UNSET
 
 from shardstore.cli.choosing import choose_many
 from shardstore.cli.output import note, plural, say, say_status, size, write_json
@@ -48,6 +49,8 @@ def verify(root: str, step: str | None, id_: str | None, mark: bool, as_json: bo
             place.catalog.mark_damaged(audit.id)
         if not as_json:
             _say(audit)
+        if attempt.register is not None and attempt.register.here is not UNSET and attempt.why:
+            note(f"step {attempt.id.step}: {attempt.why}")
     seconds = time.monotonic() - started
     is_good = all(audit.is_gone or not audit.findings for audit in audits)
     is_good = is_good and not (passed_over and is_named)

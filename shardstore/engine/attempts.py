@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from shardstore.engine.catalog import Catalog, RootEntry
 from shardstore.engine.overview import Overview, State
@@ -36,7 +38,7 @@ class Attempt:
     register: Register | None = None
     """None where there is none that can be read, or it is `aborted`."""
     why: str = ""
-    """Why it is no snapshot to rely on; empty for a good one."""
+    """Why it is no snapshot to rely on, or that only a part of it is here; empty for a good one."""
     marks: frozenset[Mark] = frozenset()
     """Beside it: `pinned`; `damaged` if a restore or `verify` found it so."""
 
@@ -51,6 +53,7 @@ class RankFile:
     expected_bytes: int | None
     """What the manifest says, None without one."""
     host: str
+    """Where its rank ran; where hosts share no root, a file that is not here is there."""
     problem: str = ""
 
 
@@ -94,10 +97,11 @@ def _attempt(catalog: Catalog, overview: Overview, snapshot_id: SnapshotId) -> A
         return Attempt(snapshot_id, "damaged", why=why, marks=marks)
     if register.state == "aborted":
         return Attempt(snapshot_id, "aborted", why=register.reason)
-    missing = sorted({*range(register.world_size)} - {*ranks})
+    missing = sorted(overview.needed(register) - {*ranks})
     if missing:
         return Attempt(snapshot_id, "damaged", register, missing_files(missing), marks)
-    return Attempt(snapshot_id, "committed", register, _WHY_MARKED["damaged" in marks], marks)
+    why = _WHY_MARKED["damaged" in marks] or part_here(register, ranks)
+    return Attempt(snapshot_id, "committed", register, why, marks)
 
 
 def manifest_problem(catalog: Catalog, entry: RootEntry) -> str:
@@ -131,6 +135,23 @@ def list_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if ordered[1:] else ''} {', '.join(texts)}{rest}"
 
 
+def part_here(manifest: Manifest | Register, ranks: Collection[int]) -> str:
+    """Where hosts share no root: which part of a snapshot is on this one, and who has the rest; else empty.
+
+    Args:
+        manifest: Of a committed one.
+        ranks: Whose files are here.
+    """
+    others = sorted({*range(manifest.world_size)} - {*ranks})
+    if manifest.here is msgspec.UNSET or not others:
+        return ""
+    hosts = sorted({manifest.shards[rank].host for rank in others})
+    return (
+        f"complete as far as this root goes: {list_ranks(manifest.here)} of {manifest.world_size}; "
+        f"{list_ranks(others)} on host{'s' if hosts[1:] else ''} {', '.join(hosts[:_MAX_SHOWN])}"
+    )
+
+
 def missing_files(ranks: Iterable[int]) -> str:
     """Say which ranks' files are not there."""
     found = list(ranks)
@@ -155,7 +176,11 @@ def examine(catalog: Catalog, snapshot_id: SnapshotId) -> Examination:
     if manifest is not None and entry.state == "committed":
         files = _listed(manifest, sizes)
         world_size: int | None = manifest.world_size
-        problems += [f"{shard_file_name(f.rank)}: {f.problem}" for f in files if f.problem]
+        problems += [
+            f"{shard_file_name(f.rank)}: {f.problem}"
+            for f in files
+            if f.problem and manifest.shards[f.rank].twin is msgspec.UNSET
+        ]
     else:
         bad: dict[int, str] = {}
         if entry.state != "aborted":
@@ -203,11 +228,11 @@ def _files_in(
 
 
 def _listed(manifest: Manifest, sizes: Mapping[int, int]) -> tuple[RankFile, ...]:
-    files = []
+    files, here = [], {*manifest.ranks_here}
     for shard in manifest.shards:
         found, problem = sizes.get(shard.rank), ""
         if found is None:
-            problem = "missing"
+            problem = "missing" if shard.rank in here else ""
         elif found < 0:
             found, problem = None, "is no file: a link, a folder or a pipe"
         elif found != shard.nbytes:

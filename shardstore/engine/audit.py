@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from shardstore.engine.attempts import manifest_problem
 from shardstore.engine.catalog import Catalog
+from shardstore.engine.holders import read_listed, rows_by_holder, spans_in
 from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.spans import SpanDigests
 from shardstore.engine.verify import check_listed, read_again
@@ -103,7 +106,7 @@ def audit_snapshot(
     num_readers = 1 if catalog.tier.keeps_index else _NUM_READERS
     pool = ThreadPoolExecutor(num_readers, thread_name_prefix="shardstore-audit")
     try:
-        for done in [pool.submit(check, rank) for rank in range(manifest.world_size)]:
+        for done in [pool.submit(check, rank) for rank in manifest.ranks_here]:
             done.result()
     except BaseException:  # an interrupt: nobody waits for the rest of large files
         stop.set()
@@ -151,18 +154,45 @@ def _audit_file(
             count(sealed.layout.data_start)
             part.findings += _audit_tensors(sealed, reader, _ring_of(own, reader), count)
             part.proves_damage = bool(part.findings)
-            part.num_tensors = sum(row.alias_of is None for row in sealed.header.table)
+            part.num_tensors = sum(1 for piece in sealed.header.pieces if piece.key)
+            part.findings += _audit_holders(catalog, manifest, sealed)
     except (CorruptSnapshotError, FormatError, TierError) as error:
         tensor = error.tensor if isinstance(error, CorruptSnapshotError) else None
         path = os.path.join(catalog.tier.location, manifest.id.name, name)
         text = str(error).removeprefix(f"{path}: ")
         if isinstance(error.__cause__, FileNotFoundError):
             text = "the file is missing"
+        twin = manifest.shards[rank].twin
+        if twin is not msgspec.UNSET:
+            text += f" (a restore does without it: the file of rank {twin} says the same)"
         part.findings.append(Finding(text, rank, name, tensor))
-        part.proves_damage |= not isinstance(error, TierError | FormatVersionError)
+        is_proof = not isinstance(error, TierError | FormatVersionError)
+        part.proves_damage |= is_proof and twin is msgspec.UNSET
     part.nbytes = read
     progress(max(0, expected - read))  # what could not be read is done with as well
     return part
+
+
+def _audit_holders(catalog: Catalog, manifest: Manifest, sealed: SealedShard) -> list[Finding]:
+    """Whether the files of replicas hold what this one leaves to them, as far as headers tell."""
+    header = sealed.header
+    if header.sharing is msgspec.UNSET:
+        return []
+    findings = []
+    rows_of = rows_by_holder(header, range(len(header.table)), file_rank=header.rank)
+    for holder in sorted(rows_of.keys() - {header.rank}):
+        try:
+            with catalog.tier.open_shard(manifest.id, holder) as reader:
+                found = read_listed(reader, manifest, manifest.id, holder)
+        except (CorruptSnapshotError, FormatError, TierError):
+            continue  # that is told of the holder's own file
+        name = shard_file_name(holder)
+        try:
+            spans_in(found, header, rows_of[holder], source=name, tier=reader.tier)
+        except CorruptSnapshotError as error:
+            text = str(error).removeprefix(f"{name}: ")
+            findings.append(Finding(text, holder, name, error.tensor))
+    return findings
 
 
 def _ring_of(own: threading.local, reader: ShardReader) -> Ring:
@@ -190,7 +220,7 @@ def _audit_tensors(
             text = f"its bytes have digest {actual}, {saved} were saved"
             findings.append(Finding(text, header.rank, name, tensor))
 
-    stored = [i for i, row in enumerate(header.table) if row.alias_of is None]
+    stored = [i for i, piece in enumerate(header.pieces) if piece.key]
     digests = SpanDigests(layout.spans, stored, compare, count)
     end = reader.stream(layout.data_start, layout.nbytes, ring.place, digests.feed)
     row = digests.finish()

@@ -28,13 +28,15 @@ class StoredPiece:
     id: SnapshotId
     rank: int
     start: int
-    """Offset in the rank's file."""
+    """Offset in the file."""
     stop: int
     box: TensorSlice
     itemsize: int
     digest: str
     name: str
     """Of the tensor, for messages."""
+    holder: int
+    """Rank whose file it is in: a replica's, if that holds it for this one."""
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +61,7 @@ def count_differing(a: StoredPiece, b: StoredPiece, progress: Callable[[int], No
     assert a.nbytes == b.nbytes
     digests = xxhash.xxh3_128(), xxhash.xxh3_128()
     differing = 0
-    with a.tier.open_shard(a.id, a.rank) as left, b.tier.open_shard(b.id, b.rank) as right:
+    with a.tier.open_shard(a.id, a.holder) as left, b.tier.open_shard(b.id, b.holder) as right:
         for at in range(0, a.nbytes, _CHUNK_BYTES):
             num = min(_CHUNK_BYTES, a.nbytes - at)
             parts = (
@@ -108,7 +110,7 @@ def _mapped(piece: StoredPiece, box: TensorSlice) -> np.ndarray[Any, Any]:
     """The bytes of `box` in a file, as an array of its dims and one of the bytes of an element."""
     import numpy as np
 
-    with piece.tier.open_shard(piece.id, piece.rank) as reader:
+    with piece.tier.open_shard(piece.id, piece.holder) as reader:
         whole = np.memmap(
             reader.source, dtype=np.uint8, mode="r", offset=piece.start,
             shape=(*piece.box.sizes, piece.itemsize),

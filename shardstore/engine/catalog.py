@@ -54,11 +54,18 @@ class RootEntry:
 class Catalog:
     """The root's registers. Reading is for every rank; writing for the ranks that P4 names."""
 
-    def __init__(self, tier: RootTier) -> None:
-        """Wrap a root tier; nothing is read or written yet."""
+    def __init__(self, tier: RootTier, *, spans_hosts: bool = False) -> None:
+        """Wrap a root tier; nothing is read or written yet.
+
+        Args:
+            tier: Of the root.
+            spans_hosts: It shows the roots of all hosts, where each has its own (`jointroot`).
+        """
         self.tier = tier
         self._known = KnownRegisters()
         self._keeps_index = False
+        self._was_exclusive = True
+        self.spans_hosts = spans_hosts
 
     # ------------------------------------------------------------------- reads
 
@@ -143,7 +150,9 @@ class Catalog:
                 else:
                     registers[snapshot_id] = register
                     self._known.put(register, tags[snapshot_id])
-        return Overview(survey.attempts, registers, problems, unread, survey.names)
+        return Overview(
+            survey.attempts, registers, problems, unread, survey.names, self.spans_hosts
+        )
 
     def keep_index(self, run: int, added: SnapshotId, dropped: Collection[SnapshotId] = ()) -> None:
         """Write down what is known of all registers, for those who list the root without having read them.
@@ -177,7 +186,8 @@ class Catalog:
     def committed(self) -> list[Register]:
         """Registers of all committed snapshots, oldest first.
 
-        Passed over are those with a damaged manifest or without a file for every rank.
+        Passed over are those with a damaged manifest, or without the file of a rank that belongs here and
+        has no twin.
         """
         return self.overview().committed()
 
@@ -188,7 +198,8 @@ class Catalog:
             TierError: The folder cannot be listed.
         """
         sizes = overview.sizes(register.id) if overview is not None else None
-        return is_cut(register, sizes or dict(self.tier.list_names(register.id.name)))
+        names = sizes or dict(self.tier.list_names(register.id.name))
+        return is_cut(register, names, spans_hosts=self.spans_hosts)
 
     def read_header(self, snapshot_id: SnapshotId, rank: int) -> SealedShard:
         """Read and check the header of one shard file.
@@ -342,7 +353,16 @@ class Catalog:
     def sees_run(self, run: int, nonce: str) -> bool:
         """Whether this host sees the record that rank 0 wrote: the root is shared."""
         record = self.run_record(run)
-        return record is not None and record.nonce == nonce
+        if record is None or record.nonce != nonce:
+            return False
+        self._was_exclusive = record.is_exclusive
+        return True
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether registers are created exclusively, as rank 0 found it out at the first save."""
+        found = self.tier.is_exclusive
+        return self._was_exclusive if found is None else found
 
     def run_record(self, run: int) -> RunRecord | None:
         """Who claimed a number; None if nothing readable says so."""

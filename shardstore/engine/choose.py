@@ -9,8 +9,9 @@ from typing import Final, Literal
 import msgspec
 
 from shardstore.engine.catalog import Catalog, RootEntry, newest_first
+from shardstore.engine.placement import lacking_ranks, misplaced
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
-from shardstore.format.records import SnapshotId
+from shardstore.format.records import Manifest, SnapshotId
 
 _LOG: Final = logging.getLogger("shardstore")
 
@@ -125,24 +126,44 @@ class Chooser:
             )
             return None
         if entry.manifest is not None:
-            return Candidate(snapshot_id, entry.manifest.world_size, is_committed=True)
+            return self._judge_committed(entry.manifest)
         return self._judge_uncommitted(snapshot_id)
 
-    def _judge_uncommitted(self, snapshot_id: SnapshotId) -> Candidate | None:
-        held = {
+    def _judge_committed(self, manifest: Manifest) -> Candidate | None:
+        found = Candidate(manifest.id, manifest.world_size, is_committed=True)
+        if self._catalog is None or not self._catalog.spans_hosts:
+            return found
+        try:
+            reason = misplaced(
+                self._catalog,
+                manifest.id,
+                world_size=manifest.world_size,
+                near=self._held(manifest.id),
+                manifest=manifest,
+            )
+        except TierError as error:
+            reason = str(error)
+        if reason:
+            self.skip(found, reason)
+        return None if reason else found
+
+    def _held(self, snapshot_id: SnapshotId) -> dict[int, Holding]:
+        """What ranks have of it near them."""
+        return {
             rank: holding
             for rank, inventory in enumerate(self._inventories)
             for holding in inventory.holdings
             if holding.id == snapshot_id
         }
+
+    def _judge_uncommitted(self, snapshot_id: SnapshotId) -> Candidate | None:
+        held = self._held(snapshot_id)
         try:
-            ranks_on_root = self._ranks_on_root(snapshot_id)
+            ranks_on_root, stored = self._ranks_on_root(snapshot_id)
         except TierError as error:
             self.skipped.append(Skip(snapshot_id.name, snapshot_id.step, str(error)))
-            ranks_on_root = set()
-        world_size = self._world_size(
-            snapshot_id, [h.world_size for h in held.values()], ranks_on_root
-        )
+            ranks_on_root, stored = set(), set()
+        world_size = self._world_size(snapshot_id, [h.world_size for h in held.values()], stored)
         present = {rank for rank in held if rank < world_size} | ranks_on_root
         if world_size and present >= set(range(world_size)):
             return Candidate(snapshot_id, world_size, is_committed=False)
@@ -156,21 +177,28 @@ class Chooser:
                 f"{snapshot_id}: was complete in memory, but no readable copy is left on "
                 f"rank {', '.join(map(str, missing))}"
             )
+        elif self._catalog is not None and world_size and {*stored, *held} >= {*range(world_size)}:
+            # Stored whole, but not where the ranks are now.
+            try:
+                reason = misplaced(self._catalog, snapshot_id, world_size=world_size, near=held)
+            except TierError as error:
+                reason = str(error)
+            self._existed.append(f"{snapshot_id}: {reason}")
         return None
 
-    def _ranks_on_root(self, snapshot_id: SnapshotId) -> set[int]:
+    def _ranks_on_root(self, snapshot_id: SnapshotId) -> tuple[set[int], set[int]]:
+        """Ranks that find their file on the root, and ranks whose file is there: hosts may share none."""
         if self._catalog is None:
-            return set()
-        return set(self._catalog.tier.list_ranks(snapshot_id))
+            return set(), set()
+        stored = set(self._catalog.tier.list_ranks(snapshot_id))
+        return stored - lacking_ranks(self._catalog, snapshot_id), stored
 
-    def _world_size(
-        self, snapshot_id: SnapshotId, known: Sequence[int], ranks_on_root: set[int]
-    ) -> int:
+    def _world_size(self, snapshot_id: SnapshotId, known: Sequence[int], stored: set[int]) -> int:
         if known:
             return max(known)
-        if not ranks_on_root or self._catalog is None:
+        if not stored or self._catalog is None:
             return 0
         try:
-            return self._catalog.read_header(snapshot_id, min(ranks_on_root)).header.world_size
+            return self._catalog.read_header(snapshot_id, min(stored)).header.world_size
         except (TierError, FormatError, CorruptSnapshotError):
             return 0

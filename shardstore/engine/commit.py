@@ -8,11 +8,13 @@ from __future__ import annotations
 import msgspec
 
 from shardstore.cluster.coordination import Stopped
+from shardstore.engine.diverged import warn_of_divergence
 from shardstore.engine.entries import collect_entries
 from shardstore.engine.otherjobs import has_successor
 from shardstore.engine.pruning import find_removable, take_off
 from shardstore.engine.sealed import SealedShard, manifest_of
 from shardstore.engine.session import Completion, Failure, PendingSave, Session, failure_of
+from shardstore.engine.spillonce import SHARED
 from shardstore.errors import (
     CoordinationTimeoutError,
     ShardStoreError,
@@ -50,8 +52,11 @@ def agree_complete(session: Session, save: PendingSave) -> Completion:
             name = str(save.count)
             found = collect_entries(session, name, what=save.label, stop=fail_key(save))
             save.shards = found.shards or None
+            diverged = {rank for groups in found.diverged for ranks in groups for rank in ranks}
+            save.diverged = found.diverged
             session.ops.point("post complete")
-            return _obey(session, key, Completion(found.failure, found.in_memory))
+            completion = Completion(found.failure, found.in_memory, tuple(sorted(diverged)))
+            return _obey(session, key, completion)
         heard = session.coordinator.wait(
             [key], phase=f"{save.label}: waiting for all ranks to seal", ranks=[0]
         )
@@ -88,16 +93,17 @@ def _commit(session: Session, save: PendingSave) -> Outcome:
         outcome = _committed(save)
     if outcome.failure is None:
         _warn_if_replaced(session, save)
+        warn_of_divergence(session, save)
         outcome = msgspec.structs.replace(outcome, released=_release_old(session, save))
     return _decide(session, save, outcome)
 
 
 def _warn_if_replaced(session: Session, save: PendingSave) -> None:
     """Say once that this is another folder than the one that the run began with."""
-    if session.catalog is None or save.id is None:
+    if session.own_catalog is None or save.id is None:
         return
     try:
-        is_same = session.catalog.sees_run(save.id.run, session.nonce)
+        is_same = session.own_catalog.sees_run(save.id.run, session.nonce)
     except ShardStoreError:
         return  # nothing is known
     if not is_same:
@@ -105,7 +111,7 @@ def _warn_if_replaced(session: Session, save: PendingSave) -> None:
             "replaced",
             "%s is not what it was when this run began: it was emptied, or its file system was unmounted. "
             "Saves go to what is there now; snapshots from before are not in it",
-            session.catalog.tier.location,
+            session.own_catalog.tier.location,
         )
 
 
@@ -159,7 +165,16 @@ def _wait_durable(session: Session, save: PendingSave) -> Failure | None:
         return failure_of(error, session.rank)
     if isinstance(heard, Stopped):
         return msgspec.json.decode(heard.value, type=Failure)
+    save.shared_ranks = frozenset(rank for rank, said in enumerate(heard) if said == SHARED)
     return None
+
+
+def _on_root(save: PendingSave) -> dict[int, SealedShard]:
+    """The files as the ranks have written them."""
+    return {
+        rank: shard.shared if rank in save.shared_ranks and shard.shared is not None else shard
+        for rank, shard in (save.shards or {}).items()
+    }
 
 
 def _publish(session: Session, save: PendingSave) -> Outcome:
@@ -168,9 +183,13 @@ def _publish(session: Session, save: PendingSave) -> Outcome:
         return _committed(save)  # on the disks of all ranks
     try:
         session.ops.point("publish")
-        if session.catalog.publish(manifest_of(save.shards, writer=session.writer)):
+        is_exclusive = session.catalog.is_exclusive
+        manifest = manifest_of(_on_root(save), writer=session.writer, is_exclusive=is_exclusive)
+        if session.catalog.publish(manifest):
             return _committed(save)
     except (ShardStoreError, OSError) as error:
+        if not session.catalog.is_exclusive:
+            raise  # it may still arrive, over whatever would close the register: the outcome is unknown
         return Outcome(failure_of(error, session.rank))
     return Outcome(Failure(session.rank, "another process closed this attempt as aborted"))
 
@@ -198,8 +217,7 @@ def _close_register(session: Session, save: PendingSave, failure: Failure) -> bo
 
 
 def _committed(save: PendingSave) -> Outcome:
-    shards: dict[int, SealedShard] = save.shards or {}
-    nbytes = sum(shard.nbytes for shard in shards.values())
+    nbytes = sum(shard.nbytes for shard in _on_root(save).values())
     return Outcome(nbytes=nbytes, metadata=save.metadata)
 
 
@@ -215,7 +233,8 @@ def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
     """Wait for rank 0's decision; at the deadline close the register and decide oneself.
 
     Raises:
-        CoordinationError: The store is unreachable: the outcome is unknown.
+        CoordinationError: The store is unreachable, or the register that counts cannot be seen from here:
+            the outcome is unknown.
     """
     try:
         heard = session.coordinator.wait(
@@ -223,6 +242,11 @@ def settle_elsewhere(session: Session, save: PendingSave) -> Outcome:
         )
     except CoordinationTimeoutError as error:
         if not error.missing_ranks:
+            raise
+        if session.catalog is not None and not session.catalog.is_exclusive:
+            raise  # nothing keeps rank 0 from committing after this rank closed the register
+        if session.classes:
+            # Rank 0 may have committed on its own root, which this rank does not see: nothing is aborted.
             raise
         failure = failure_of(error, session.rank)
         if not _close_register(session, save, failure):

@@ -8,9 +8,8 @@ from typing import Literal
 
 from shardstore.engine.bytediff import StoredPiece, count_differing, count_differing_in_overlap
 from shardstore.engine.catalog import Catalog
-from shardstore.engine.sealed import check_identity, read_sealed_header
+from shardstore.engine.holders import StoredFiles
 from shardstore.engine.treediff import ValueDifference, differing_json, differing_leaves
-from shardstore.engine.verify import check_listed
 from shardstore.errors import CorruptSnapshotError
 from shardstore.format.dtypes import DTYPES
 from shardstore.format.records import Manifest, Mesh, SnapshotId, TensorRow
@@ -128,23 +127,20 @@ def _read(catalog: Catalog, snapshot_id: SnapshotId) -> _Side:
         )  # fmt: skip
     tensors: dict[str, _Tensor] = {}
     leaves: dict[int, object] = {}
+    files = StoredFiles(catalog.tier, entry.manifest)
     for rank in range(entry.manifest.world_size):
-        with catalog.tier.open_shard(snapshot_id, rank) as reader:
-            sealed = read_sealed_header(reader)
-            check_identity(sealed.header, snapshot_id, rank, source=reader.source)
-            check_listed(entry.manifest, sealed, reader)
-        header, layout = sealed.header, sealed.layout
-        assert layout is not None
+        header, places = files.read(rank)
         leaves[rank] = header.leaves
         for index, row in enumerate(header.table):
             stored = index if row.alias_of is None else row.alias_of
-            piece, (start, stop) = header.pieces[stored], layout.spans[stored]
+            piece, (holder, start, stop) = header.pieces[stored], places[stored]
             name = ".".join(row.path)
             tensor = tensors.setdefault(name, _Tensor(row.mesh is not None, header.world_size))
             tensor.rows[rank] = row
             tensor.pieces[rank] = StoredPiece(
                 catalog.tier, snapshot_id, rank, start, stop,
                 TensorSlice(piece.offsets, piece.sizes), DTYPES[row.dtype].itemsize, piece.digest, name,
+                holder,
             )  # fmt: skip
     return _Side(entry.manifest, tensors, leaves)
 

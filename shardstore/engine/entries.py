@@ -8,11 +8,30 @@ from typing import Final
 import msgspec
 
 from shardstore.cluster.coordination import Coordinator, Stopped
+from shardstore.engine.rootfile import Replicas
 from shardstore.engine.sealed import SealedShard, problems_between
-from shardstore.engine.session import Failure, Session
-from shardstore.format.records import ShardHeader, TensorRow
+from shardstore.engine.session import Failure, PendingSave, Session
+from shardstore.format.records import NearCopy, ShardHeader, Sharing, TensorRow
+from shardstore.format.shardfile import header_digest
+from shardstore.format.sharing import GroupDigest, content_digest, find_diverged, group_digests
 
 _MAX_LISTED: Final = 8
+
+
+class InCommon(msgspec.Struct, frozen=True):
+    """What a rank says of its replicas, where they store in turn what they have in common."""
+
+    groups: tuple[GroupDigest, ...]
+    content: str
+    """`content_digest` of the header."""
+    near: NearCopy
+    """The rank's whole file."""
+    nbytes: int = 0
+    """Size of the file that leaves pieces to replicas; 0 if it leaves none, or cannot."""
+    digest: str = ""
+    """Of the header of that file."""
+    has_bytes: bool = True
+    """Whether there are bytes of tensors in it."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -21,6 +40,7 @@ class _Entry(msgspec.Struct, frozen=True):
     nbytes: int
     digest: str
     in_memory: bool = True
+    common: InCommon | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +51,31 @@ class Entries:
     shards: dict[int, SealedShard] = field(default_factory=dict)
     in_memory: bool = True
     """Of every rank."""
+    diverged: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Groups that are no replicas: their ranks, those together that say the same."""
+
+
+def in_common(
+    save: PendingSave, replicas: Replicas | None, nbytes: int, digest: str
+) -> InCommon | None:
+    """What to post of a save that was sealed: its whole file has this size and header digest."""
+    if replicas is None:
+        return None
+    header, form, data = save.header, save.form, save.shared_header
+    assert header is not None
+    found = InCommon(
+        group_digests(replicas.groups, header.pieces),
+        content_digest(header),
+        NearCopy(nbytes, digest),
+    )
+    if form is None or data is None:
+        return found
+    return msgspec.structs.replace(
+        found,
+        nbytes=form.layout.nbytes,
+        digest=header_digest(data),
+        has_bytes=form.layout.nbytes > form.layout.data_start,
+    )
 
 
 def entry_key(name: str, rank: int) -> str:
@@ -46,6 +91,7 @@ def post_entry(
     digest: str,
     *,
     in_memory: bool,
+    common: InCommon | None = None,
 ) -> None:
     """Tell rank 0 that this rank's shard is sealed. A table that is new to the job is posted once.
 
@@ -56,6 +102,7 @@ def post_entry(
         nbytes: Its size.
         digest: Of its header.
         in_memory: It is in this rank's memory.
+        common: What replicas store in turn.
     """
     if coordinator.claim(f"table-claim/{header.table_digest}"):
         coordinator.post(f"table/{header.table_digest}", msgspec.json.encode(header.table))
@@ -66,7 +113,7 @@ def post_entry(
         leaves=None,
         metadata=header.metadata if coordinator.rank == 0 else None,
     )
-    entry = _Entry(slim, nbytes, digest, in_memory)
+    entry = _Entry(slim, nbytes, digest, in_memory, common)
     coordinator.post(entry_key(name, coordinator.rank), msgspec.json.encode(entry))
 
 
@@ -97,10 +144,17 @@ def collect_entries(session: Session, name: str, *, what: str, stop: str) -> Ent
     for rank, entry in enumerate(entries):
         table = _table(session, what, entry.header.table_digest, rank)
         header = msgspec.structs.replace(entry.header, table=table)
-        shards[rank] = SealedShard(header, entry.nbytes, entry.digest)
+        shards[rank] = _sealed(header, entry)
     problems = problems_between(shards)
     if not problems:
-        return Entries(shards=shards, in_memory=all(entry.in_memory for entry in entries))
+        said = {rank: e.common.groups for rank, e in enumerate(entries) if e.common is not None}
+        return Entries(
+            shards=shards,
+            in_memory=all(entry.in_memory for entry in entries),
+            diverged=tuple(
+                tuple(tuple(ranks) for ranks in groups) for groups in find_diverged(said).values()
+            ),
+        )
     shown = problems[:_MAX_LISTED]
     if problems[_MAX_LISTED:]:
         shown.append(f"and {len(problems) - _MAX_LISTED} more")
@@ -113,6 +167,19 @@ def collect_entries(session: Session, name: str, *, what: str, stop: str) -> Ent
     )
     stored = coordinator.propose(stop, msgspec.json.encode(failure))
     return Entries(msgspec.json.decode(stored, type=Failure))
+
+
+def _sealed(header: ShardHeader, entry: _Entry) -> SealedShard:
+    common = entry.common
+    if common is None:
+        return SealedShard(header, entry.nbytes, entry.digest)
+    shared = None
+    if common.nbytes:
+        mine = msgspec.structs.replace(header, sharing=Sharing((), common.near))
+        shared = SealedShard(
+            mine, common.nbytes, common.digest, content=common.content, has_bytes=common.has_bytes
+        )
+    return SealedShard(header, entry.nbytes, entry.digest, content=common.content, shared=shared)
 
 
 def _table(session: Session, what: str, digest: str, rank: int) -> tuple[TensorRow, ...]:

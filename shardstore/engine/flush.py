@@ -171,7 +171,7 @@ class Flusher:
                     left_bytes[snapshot_id] = 0 if is_safe else reader.nbytes
         for save in pending:
             if save.id is not None and save.raised is None and save.broken is None:
-                left_bytes[save.id] = save.nbytes - save.written_bytes
+                left_bytes[save.id] = save.root_nbytes - save.written_bytes
         left = max(0.0, until - time.monotonic())
         speed = rate.nbytes / rate.seconds if rate.seconds > 0 else 0.0
         return [

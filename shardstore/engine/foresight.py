@@ -31,10 +31,12 @@ class Foresight:
     def _look(self, nbytes: int) -> None:
         session = self._session
         if session.catalog is not None:
-            is_mine, where = session.rank == 0, session.catalog.tier.location
+            own = next((c.ranks for c in session.classes if session.rank in c.ranks), None)
+            ranks = range(session.world_size) if own is None else own
+            is_mine, where = session.rank == ranks[0], session.catalog.tier.location
             if is_url(where):
                 return  # nobody can say
-            num_ranks, argument = session.world_size, "root"
+            num_ranks, argument = len(ranks), "root"
         elif session.on_disk is not None:
             is_mine, where = session.rank == min(session.local_ranks), session.on_disk.disk.location
             num_ranks, argument = len(session.local_ranks), "disk"
@@ -57,7 +59,8 @@ class Foresight:
     def _released(self, num_ranks: int) -> int:
         """Bytes of snapshots that are there already and that retention will replace."""
         session = self._session
-        if session.catalog is not None:
-            return sum(register.nbytes for register in session.catalog.committed())
+        if session.own_catalog is not None:
+            registers = session.own_catalog.committed()
+            return sum(r.shards[rank].nbytes for r in registers for rank in r.ranks_here)
         assert session.on_disk is not None
         return num_ranks * sum(gist.nbytes for gist in session.on_disk.gists().values())

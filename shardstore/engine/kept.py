@@ -192,7 +192,9 @@ class KeptSnapshots:
                 return None  # on the disks of all ranks
             keep_pins(session, snapshot_id)
             try:
-                if session.catalog.publish(manifest_of(shards, writer=session.writer)):
+                is_exclusive = session.catalog.is_exclusive
+                manifest = manifest_of(shards, writer=session.writer, is_exclusive=is_exclusive)
+                if session.catalog.publish(manifest):
                     return None
             except (ShardStoreError, OSError) as error:
                 if session.catalog.state(snapshot_id) != "committed":

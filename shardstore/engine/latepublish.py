@@ -21,6 +21,8 @@ def publish_late(
 
     Only what is newer than the newest committed one, judged by the headers, synced again first.
     """
+    if not catalog.is_exclusive:
+        return []  # the run that began it may be at it, and only its owner may commit
     overview = catalog.overview()
     states = {snapshot_id: overview.state(snapshot_id) for snapshot_id in overview.ids}
     newest = max((i.order for i, state in states.items() if state == "committed"), default=None)

@@ -42,6 +42,8 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     pinned: bool
     """Retention never deletes it."""
     metadata: object
+    here: tuple[int, ...] | None = None
+    """Where hosts share no root: ranks whose files are on this one. None: all."""
 
 
 def resolve_root(root: str | os.PathLike[str] | None) -> str | None:
@@ -98,6 +100,7 @@ def info_of(manifest: Register, tiers: tuple[str, ...], *, pinned: bool) -> Snap
         created=manifest.created,
         pinned=pinned,
         metadata=manifest.metadata,
+        here=None if manifest.here is msgspec.UNSET else manifest.here,
     )
 
 
@@ -112,8 +115,9 @@ def list_session(session: Session) -> list[SnapshotInfo]:
             for i, info in session.complete.items()
             if i in near
         }
-    if session.catalog is not None:
-        overview = session.catalog.overview()
+    catalog = session.own_catalog
+    if catalog is not None:
+        overview = catalog.overview()
         for snapshot_id in overview.names.keys() & found.keys():
             # What a restore would pass over is not listed, whole as the memory copy may be.
             if overview.state(snapshot_id) in ("aborted", "damaged"):

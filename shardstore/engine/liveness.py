@@ -16,8 +16,22 @@ from shardstore.tiers.addresses import is_url
 Liveness: TypeAlias = Literal["alive", "dead", "unknown"]
 
 
+class RootClass(msgspec.Struct, frozen=True):
+    """Ranks that see one root, where not all ranks do (P4, private roots)."""
+
+    host: str
+    """Name of the host of its first rank."""
+    ranks: tuple[int, ...]
+    """In order; the first of them keeps the registers of this root."""
+
+    @property
+    def first(self) -> int:
+        """The rank that lists this root, and alone writes its registers."""
+        return self.ranks[0]
+
+
 class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of `run-XXXXXXXX.json`: who claimed the number. Of rank 0, which alone commits."""
+    """Content of `run-XXXXXXXX.json`: who claimed the number. Of rank 0, or of who commits on this root."""
 
     format: int
     nonce: str
@@ -40,6 +54,12 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Folder of its disk tier."""
     location: str = ""
     """The root's URL, where it is on remote storage: a copy of it is another root."""
+    is_exclusive: bool = True
+    """Whether the store honours exclusive create."""
+    roots: tuple[RootClass, ...] = ()
+    """Where hosts share no root: the ranks of each, this record's first rank being that of one of them."""
+    first_rank: int = 0
+    """Where hosts share no root: the rank that keeps this one, and whose process this record is of."""
 
     @property
     def who(self) -> str:
@@ -83,6 +103,9 @@ def record_of_this(
     memory: str,
     others: int,
     disk: str = "",
+    is_exclusive: bool = True,
+    roots: tuple[RootClass, ...] = (),
+    first_rank: int = 0,
 ) -> RunRecord:
     """The record of a run whose rank 0 is this process.
 
@@ -95,11 +118,15 @@ def record_of_this(
         memory: Folder of the memory tier; empty for none.
         others: How many ranks run on other hosts.
         disk: Folder of the disk tier; empty for none.
+        is_exclusive: Whether the store honours exclusive create.
+        roots: Of hosts that share none; empty where all ranks see one.
+        first_rank: Which rank this is, where there are `roots`.
     """
     pid = os.getpid()
     return RunRecord(
         FORMAT_VERSION, nonce, host, boot_id, started, pid, pid_namespace(), process_started(pid),
-        _identity(location), memory, others, disk, location if is_url(location) else "",
+        folder_identity(location), memory, others, disk, location if is_url(location) else "",
+        is_exclusive, roots, first_rank,
     )  # fmt: skip
 
 
@@ -134,7 +161,7 @@ def judge(record: RunRecord | None, location: str) -> Judgement:
             "inside it, or make sure that it has ended",
         )
     url = location if is_url(location) else ""
-    if record.folder != _identity(location) or record.location != url:
+    if record.folder != folder_identity(location) or record.location != url:
         return Judgement(
             "unknown",
             f"the record of {record.who} is of another folder: this one was copied or moved, and "
@@ -165,7 +192,8 @@ def _judge_process(record: RunRecord) -> Judgement:
     return Judgement("alive", f"{who} is running")
 
 
-def _identity(path: str) -> tuple[int, int]:
+def folder_identity(path: str) -> tuple[int, int]:
+    """Device and inode of a folder; (-1, -1) where there is none to be seen, (0, 0) of a URL."""
     if is_url(path):
         return (0, 0)
     try:

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from shardstore.engine.holders import as_twin, read_listed
 from shardstore.engine.passing import PassingShard, merged_spans, truncated
 from shardstore.engine.progress import Work
 from shardstore.engine.ranks import header_in_job
-from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
-from shardstore.engine.verify import Verifier, check_listed
+from shardstore.engine.sealed import SealedShard
+from shardstore.engine.shared import SharedShard, whole_layout
+from shardstore.engine.verify import Verifier
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -45,8 +49,8 @@ class Loaded:
     """Complete once live state is filled."""
     nbytes: int
     """Of the tensors that are needed."""
-    passing: PassingShard | None = None
-    """The file, where there is no memory to hold it."""
+    passing: PassingShard | SharedShard | None = None
+    """The file or files, where there is no memory to hold them."""
 
     def apply(self) -> None:
         """Fill live state."""
@@ -91,11 +95,11 @@ def load_shard(
             saved=f"{candidate.world_size} ranks",
             current=f"{session.world_size} ranks",
         )
-    for reader in _sources(session, candidate, problems):
+    for reader, rank in _sources(session, candidate, manifest, problems):
         stack = contextlib.ExitStack()
         try:
             stack.enter_context(reader)
-            return _load_from(session, reader, state, candidate, manifest, options, stack)
+            return _load_from(session, reader, rank, state, candidate, manifest, options, stack)
         except TierFullError:
             stack.close()
             raise
@@ -138,6 +142,8 @@ def _read_manifest(session: Session, candidate: Candidate) -> Manifest | None:
     if not candidate.is_committed or session.catalog is None:
         return None
     entry = session.catalog.entry(candidate.id)
+    if session.classes and entry.state == "torn":
+        return None  # committed on another host's root; the header says what this file is
     if entry.manifest is None or entry.state != "committed":
         raise CorruptSnapshotError(
             f"{candidate.id}: the manifest that rank 0 read is {entry.state} here. {entry.problem}",
@@ -147,12 +153,16 @@ def _read_manifest(session: Session, candidate: Candidate) -> Manifest | None:
 
 
 def _sources(
-    session: Session, candidate: Candidate, problems: list[ShardStoreError]
-) -> Iterator[ShardReader]:
-    """Readers of this rank's shard, near to far."""
+    session: Session,
+    candidate: Candidate,
+    manifest: Manifest | None,
+    problems: list[ShardStoreError],
+) -> Iterator[tuple[ShardReader, int]]:
+    """Readers of this rank's shard, near to far, and whose file they read."""
+    rank = session.rank
     memory = session.memory.open_shard(candidate.id)
     if memory is not None:
-        yield memory
+        yield memory, rank
     if session.on_disk is not None:
         try:
             on_disk = session.on_disk.disk.open_shard(candidate.id)
@@ -160,28 +170,38 @@ def _sources(
             problems.append(error)
         else:
             if on_disk is not None:
-                yield on_disk
-    if session.catalog is not None:
+                yield on_disk, rank
+    if session.catalog is None:
+        return
+    twin = manifest.shards[rank].twin if manifest is not None else msgspec.UNSET
+    for from_rank in (rank, *([] if twin is msgspec.UNSET else [twin])):
         try:
-            yield session.catalog.tier.open_shard(candidate.id, session.rank)
+            reader = session.catalog.tier.open_shard(candidate.id, from_rank)
         except TierError as error:
             problems.append(error)
+            continue
+        if from_rank != rank:
+            session.warn(
+                "its own file of %s is lost, and held nothing of its own: rank %d says the same",
+                candidate.id, from_rank,
+            )  # fmt: skip
+        yield reader, from_rank
 
 
 def _load_from(
     session: Session,
     reader: ShardReader,
+    file_rank: int,
     state: Mapping[str, object],
     candidate: Candidate,
     manifest: Manifest | None,
     options: RestoreOptions,
     stack: contextlib.ExitStack,
 ) -> Loaded:
-    sealed = read_sealed_header(reader)
+    sealed = read_listed(reader, manifest, candidate.id, file_rank)
+    if manifest is not None and file_rank != session.rank:
+        sealed = as_twin(sealed, manifest, session.rank, source=reader.source)
     header = sealed.header
-    check_identity(header, candidate.id, session.rank, source=reader.source)
-    if manifest is not None:
-        check_listed(manifest, sealed, reader)
     _note_versions(session, header)
     plan = match_state(
         state,
@@ -191,12 +211,13 @@ def _load_from(
         strict=options.strict,
         partial=options.partial,
     )
-    layout = sealed.layout
+    is_shared = header.sharing is not msgspec.UNSET
+    layout = whole_layout(header) if is_shared else sealed.layout
     assert layout is not None
-    passing = None
+    passing: PassingShard | SharedShard | None = None
     slot = None
     if not reader.is_mapped:
-        slot = session.memory.try_scratch(reader.nbytes)
+        slot = session.memory.try_scratch(layout.nbytes)
     if slot is not None:
         stack.callback(session.memory.abandon_slot, slot)
     is_held = slot is not None or reader.is_mapped
@@ -211,7 +232,20 @@ def _load_from(
         session.coordinator.progress(nbytes)
         work.advance(nbytes)
 
-    if is_held:
+    if is_shared:
+        assert session.catalog is not None
+        shared = SharedShard(
+            session.catalog.tier, manifest, sealed, plan.needed, verified, file_rank=file_rank
+        )
+        if slot is not None:
+            tensors = views(slot.view, layout, header.table, header.pieces)
+            shared.fill({row: (tensors[row],) for row in plan.needed})
+            plan.prepare({row: tensors[row] for row in plan.needed})
+        else:
+            shared.verify()
+            plan.prepare(shared)
+            passing = shared
+    elif is_held:
         data = _verified_bytes(reader, sealed, plan.needed, slot, verified)
         tensors = views(data, layout, header.table, header.pieces)
         plan.prepare({index: tensors[index] for index in plan.needed})

@@ -13,6 +13,8 @@ from shardstore.cluster.connect import connect
 from shardstore.cluster.coordination import Coordinator
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.choose import Candidate, Chooser, Holding, Inventory
+from shardstore.engine.joining import RootCard, card_of, group, join, part, was_private
+from shardstore.engine.liveness import RootClass
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.openmemory import open_memory, warn_of_root
 from shardstore.engine.options import OpenOptions
@@ -42,11 +44,16 @@ class _Report(msgspec.Struct, frozen=True):
     pinned: tuple[SnapshotId, ...] = ()
     damaged: tuple[SnapshotId, ...] = ()
     unread: tuple[SnapshotId, ...] = ()
+    root: RootCard = RootCard()
 
 
 class _Agreement(msgspec.Struct, frozen=True):
     problem: Note | None = None
     near: Near = Near()
+    roots: tuple[RootClass, ...] = ()
+    """Which ranks see one folder, where these are several."""
+    must_look: bool = False
+    """They may be roots that hosts do not share: `near` is not known yet."""
 
 
 def open_session(
@@ -90,12 +97,21 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         pinned += tuple(on_disk.disk.with_mark("pinned"))
         damaged += tuple(on_disk.disk.with_mark("damaged"))
         unread = tuple(on_disk.unread())
+    root = RootCard()
+    if catalog is not None and problem is None and _may_be_private(options, catalog, coordinator):
+        root = card_of(
+            catalog,
+            host=platform.node(),
+            boot_id=coordinator.boot_id,
+            look=_looks_first(coordinator),
+        )
     report = _Report(
-        options.shared_arguments, inventory, tuple(gists), problem, pinned, damaged, unread
+        options.shared_arguments, inventory, tuple(gists), problem, pinned, damaged, unread, root
     )
+    reports: list[_Report] = []
 
     def decide(values: list[bytes]) -> bytes:
-        reports = [msgspec.json.decode(value, type=_Report) for value in values]
+        reports[:] = [msgspec.json.decode(value, type=_Report) for value in values]
         return msgspec.json.encode(_agree(reports, catalog))
 
     ops.point("adopted")
@@ -125,10 +141,22 @@ def _open(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> Sessi
         boot_id=coordinator.boot_id,
         highest_adopted_run=max([adopted.highest_run, *(i.run for i in gists)]),
         local_ranks=tuple(coordinator.local_ranks),
+        shares_replicas=options.replicas == "once",
+        shared=options.shared,
+        is_one_folder=not agreement.roots and root.folder != (-1, -1),
     )
     session.marked |= marked
+    near = agreement.near
+    if agreement.must_look:
+        try:
+            near = _look_at_roots(session, agreement.roots, reports)
+        except BaseException:
+            part(session)
+            memory.adopt(adopted.slots)
+            memory.close(keep=True)
+            raise
     ops.point("protect")
-    protect(session, adopted, gists, agreement.near)
+    protect(session, adopted, gists, near)
     return session
 
 
@@ -145,6 +173,47 @@ def _open_catalog(
     tier.on_wait(lambda: coordinator.progress(1))
     check_remote(tier, coordinator.rank)
     return Catalog(tier)
+
+
+def _may_be_private(options: OpenOptions, catalog: Catalog, coordinator: Coordinator) -> bool:
+    """Whether ranks might see different roots under one path."""
+    is_shared = options.shared is True or catalog.tier.is_shared is True
+    return coordinator.world_size > 1 and not is_shared
+
+
+def _looks_first(coordinator: Coordinator) -> bool:
+    """Whether this rank looks at the root before it is known who sees which: one of each of several hosts."""
+    is_one_host = len(coordinator.local_ranks) == coordinator.world_size
+    return not is_one_host and coordinator.rank == min(coordinator.local_ranks)
+
+
+def _look_at_roots(
+    session: Session, classes: tuple[RootClass, ...], reports: list[_Report]
+) -> Near:
+    """Look at every root, and choose what every rank protects from what all of them have.
+
+    Raises:
+        CoordinationError: A rank is missing.
+    """
+    catalog = session.catalog
+    assert catalog is not None
+    join(session, classes, "open/roots")
+    is_first = any(c.first == session.rank for c in classes)
+    mine = is_first and was_private(catalog)
+
+    def decide(values: list[bytes]) -> bytes:
+        are_private = any(msgspec.json.decode(value, type=bool) for value in values)
+        # Folders that differ, and that no run kept apart: hosts see one root each in its own way.
+        found = session.catalog if are_private else catalog
+        return msgspec.json.encode((are_private, _near(reports, found)))
+
+    decided = session.coordinator.gather_decide(
+        "open/private", msgspec.json.encode(mine), decide, phase="opening the store: its roots"
+    )
+    are_private, near = msgspec.json.decode(decided, type=tuple[bool, Near])
+    if not are_private:
+        part(session)
+    return near
 
 
 def _open_disk(options: OpenOptions, coordinator: Coordinator, ops: FileOps) -> OnDisk | None:
@@ -179,7 +248,9 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         return _Agreement(merge_notes(problems))
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
-            labels = ("root", "name", "keep", "memory=0", "on_error", "on_full", "disk given")
+            labels = (
+                "root", "name", "keep", "memory=0", "on_error", "on_full", "disk given", "replicas", "shared",
+            )  # fmt: skip
             differing = "; ".join(
                 f"{label} is {mine!r} on rank 0 and {theirs!r} on rank {rank}"
                 for label, mine, theirs in zip(
@@ -191,14 +262,27 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
                 Note(
                     "coordination",
                     f"ranks opened the store with different arguments: {differing}. All ranks must see "
-                    "one root; a folder per rank is not one.",
+                    "one root; a folder per rank is not one, unless shared=False says that each host has "
+                    "its own.",
                     failed_ranks=(rank,),
                 )
             )
+    classes = group([report.root for report in reports])
+    if len(classes) == 1:
+        return _Agreement(near=_near(reports, catalog))
+    looked = {rank for rank, report in enumerate(reports) if report.root.has_looked}
+    are_seen = all(looked & {*c.ranks} for c in classes)
+    if any(report.root.is_private for report in reports) or not are_seen:
+        return _Agreement(roots=classes, must_look=True)
+    return _Agreement(near=_near(reports, catalog), roots=classes)
+
+
+def _near(reports: list[_Report], catalog: Catalog | None) -> Near:
+    """On rank 0: what every rank protects."""
     inventories = [report.inventory for report in reports]
     found = Chooser(inventories, catalog, step=None).next()
     holders = [{h.id for h in i.holdings if h.world_size == len(reports)} for i in inventories]
-    near = Near(
+    return Near(
         newest=found.id if isinstance(found, Candidate) else None,
         whole=tuple(set.intersection(*holders)),
         on_disks=tuple(set.intersection(*({*report.on_disk} for report in reports))),
@@ -206,4 +290,3 @@ def _agree(reports: list[_Report], catalog: Catalog | None) -> _Agreement:
         damaged=tuple({i for report in reports for i in report.damaged}),
         unread=tuple({i for report in reports for i in report.unread}),
     )
-    return _Agreement(near=near)

@@ -29,15 +29,22 @@ class OpenOptions:
     timeout_s: float
     on_error: str
     on_full: str
+    shared: bool | None
+    is_named: bool
+    """`name` was given."""
+    replicas: str = "all"
     storage_options: Mapping[str, object] | None = field(default=None, repr=False)
     """For the client of a remote root. Secrets: neither told to other ranks, nor stored, nor shown."""
 
     @property
     def shared_arguments(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
+        root, name = self.root, self.name
+        if self.shared is False and root is not None:  # of each host
+            root, name = "given", name if self.is_named else "of the root"
         return (
-            self.root, self.name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
-            self.disk is not None,
+            root, name, self._keep_as_given, self.memory_bytes == 0, self.on_error, self.on_full,
+            self.disk is not None, self.replicas, self.shared,
         )  # fmt: skip
 
     @property
@@ -58,6 +65,8 @@ def check_options(
     on_full: object,
     on_error: object,
     timeout_s: object,
+    shared: object,
+    replicas: object = "all",
     storage_options: object = None,
 ) -> OpenOptions:
     """Validate the arguments of `SnapshotStore`, and fill in what depends on others.
@@ -69,6 +78,10 @@ def check_options(
         raise ValueError(f'on_error must be "raise" or "warn", got {shown(on_error)}')
     if on_full not in ("wait", "skip", "direct"):
         raise ValueError(f'on_full must be "wait", "skip" or "direct", got {shown(on_full)}')
+    if replicas not in ("all", "once"):
+        raise ValueError(f'replicas must be "all" or "once", got {shown(replicas)}')
+    if shared is not None and not isinstance(shared, bool):
+        raise ValueError(f"shared must be True, False or None, got {shown(shared)}")
     seconds = check_timeout(timeout_s, what="timeout_s")
     resolved, local = resolve_root(root), resolve_disk(disk)
     if storage_options is not None and not isinstance(storage_options, Mapping):
@@ -83,6 +96,10 @@ def check_options(
         raise ValueError(
             "memory=0 needs a root or a disk: there would be nowhere to keep a snapshot"
         )
+    if replicas == "once" and resolved is None:
+        raise ValueError(
+            'replicas="once" needs a root, which all ranks read: memory and disks hold whole files'
+        )
     return OpenOptions(
         root=resolved,
         disk=local,
@@ -93,5 +110,8 @@ def check_options(
         timeout_s=seconds,
         on_error=on_error,
         on_full=on_full,
+        shared=shared,
+        is_named=name is not None,
+        replicas=str(replicas),
         storage_options=storage_options,
     )

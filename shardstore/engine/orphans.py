@@ -189,6 +189,11 @@ class _Search:
 
     def _needed(self, snapshot_id: SnapshotId, newest: SnapshotId | None) -> str:
         """What a restart would do with a torn attempt; empty for nothing."""
+        if self._is_of_several_roots(snapshot_id):
+            return (
+                "its run kept a root on each of several hosts, and another one may have committed it: the "
+                "next run on all of them settles that"
+            )
         where = self._memory.where.get(snapshot_id)
         is_old = newest is not None and snapshot_id.order < newest.order
         if where is None and not is_old:
@@ -214,7 +219,18 @@ class _Search:
         judgement = self._own_run(snapshot_id)
         if judgement.liveness != "alive":
             judgement = Judgement("dead", "its register says that it is no snapshot")
-        return self._orphan("aborted", snapshot_id, judgement)
+        against = ""
+        if self._is_of_several_roots(snapshot_id):
+            against = (
+                "its run kept a root on each of several hosts, and others may not know yet that it is no "
+                "snapshot: the next run on all of them removes it"
+            )
+        return self._orphan("aborted", snapshot_id, judgement, against)
+
+    def _is_of_several_roots(self, snapshot_id: SnapshotId) -> bool:
+        """Whether other hosts have parts of it, which cannot be seen from this one."""
+        record = self._records.get(snapshot_id.run)
+        return not self._catalog.spans_hosts and record is not None and bool(record.roots)
 
     def _orphan(
         self, kind: Kind, snapshot_id: SnapshotId, judgement: Judgement, against: str = ""
@@ -243,9 +259,15 @@ class _Search:
     def _attempt(self, snapshot_id: SnapshotId) -> Judgement:
         """Of all runs that may write to it: later ones as well, whose memory may hold it."""
         own = self._own_run(snapshot_id)
+        record = self._records.get(snapshot_id.run)
+        if own.liveness == "dead" and record is not None and not record.is_exclusive:
+            return Judgement(
+                "unknown",
+                f"{own.why}; the store ignores exclusive create, so that nothing would keep a process that "
+                "still works on it from committing it: make sure that there is none",
+            )
         if own.liveness != "dead" or self._knows_all_memory:
             return own
-        record = self._records[snapshot_id.run]
         assert record is not None
         if record.num_other_hosts_ranks:
             return Judgement(

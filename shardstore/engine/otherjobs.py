@@ -21,7 +21,9 @@ def find_other_jobs(session: Session) -> None:
     try:
         for run in catalog.tier.run_numbers():
             record = catalog.run_record(run) if run < session.run else None
-            if record is not None and judge(record, catalog.tier.location).liveness == "alive":
+            if record is None or record.nonce == session.nonce:
+                continue  # nobody's, or a number that this run gave up for a higher one
+            if judge(record, catalog.tier.location).liveness == "alive":
                 session.other_runs.add(run)
                 session.warn_once(
                     f"run {run}",

@@ -44,6 +44,8 @@ class Overview:
     """Those of `problems` of which nothing is known: another look may tell."""
     root_names: tuple[str, ...] = ()
     """Files in the root itself."""
+    spans_hosts: bool = False
+    """It is of the roots of all hosts, where each has its own."""
 
     @property
     def ids(self) -> list[SnapshotId]:
@@ -65,13 +67,15 @@ class Overview:
         """Marks beside an attempt."""
         return marks_among(self.names.get(snapshot_id, {}))
 
+    def needed(self, register: Register) -> set[int]:
+        """Ranks without whose file a snapshot is not whole here."""
+        return needed_ranks(register, spans_hosts=self.spans_hosts)
+
     def committed(self) -> list[Register]:
-        """Of all that are committed and have a file for every rank, oldest first."""
+        """Of all that are committed and have every file that belongs here, oldest first."""
         found = (self.registers[i] for i in self.ids if i in self.registers)
         return [
-            r
-            for r in found
-            if r.state == "committed" and {*range(r.world_size)} <= {*self.ranks(r.id)}
+            r for r in found if r.state == "committed" and self.needed(r) <= {*self.ranks(r.id)}
         ]
 
     def sizes(self, snapshot_id: SnapshotId) -> dict[str, int] | None:
@@ -82,11 +86,22 @@ class Overview:
         return {name: found.nbytes for name, found in names.items()}
 
 
-def is_cut(register: Register, sizes: Mapping[str, int]) -> bool:
+def needed_ranks(register: Register, *, spans_hosts: bool) -> set[int]:
+    """Ranks without whose file a snapshot is not whole: all without a twin, unless other hosts keep theirs.
+
+    Args:
+        register: Of the snapshot.
+        spans_hosts: Of the roots of all hosts, where each has its own; else of one root.
+    """
+    here = {*range(register.world_size)} if spans_hosts else {*register.ranks_here}
+    return register.needed_ranks & here
+
+
+def is_cut(register: Register, sizes: Mapping[str, int], *, spans_hosts: bool) -> bool:
     """Whether a file has not the size that the register says, as in a copy that did not end."""
     return any(
-        sizes.get(shard_file_name(rank)) != shard.nbytes
-        for rank, shard in enumerate(register.shards)
+        sizes.get(shard_file_name(rank)) != register.shards[rank].nbytes
+        for rank in needed_ranks(register, spans_hosts=spans_hosts)
     )
 
 

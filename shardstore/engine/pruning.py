@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from shardstore.engine.attempts import examine
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.retention import Keep, check_keep, plan_deletions
@@ -72,7 +74,8 @@ def prune(
             register.id,
             register.nbytes,
             why,
-            "" if dry_run else _delete(catalog, register.id, writer),
+            _kept_elsewhere(catalog, register)
+            or ("" if dry_run else _delete(catalog, register.id, writer)),
         )
         for register in found
     ]
@@ -138,6 +141,13 @@ def take_off(catalog: Catalog, snapshot_id: SnapshotId, *, writer: Mapping[str, 
         if catalog.is_listed(snapshot_id):
             raise
     return True
+
+
+def _kept_elsewhere(catalog: Catalog, register: Register) -> str:
+    """Why one root of several cannot let go of its part: the others would list what nobody can restore."""
+    if catalog.spans_hosts or register.here is msgspec.UNSET:
+        return ""
+    return "other hosts have the files of its other ranks: a run with keep=, or its delete, removes it on all"
 
 
 def _delete(catalog: Catalog, snapshot_id: SnapshotId, writer: Mapping[str, str]) -> str:

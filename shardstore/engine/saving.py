@@ -15,15 +15,17 @@ from typing import Final
 import msgspec
 
 from shardstore.engine.commit import fail_key
-from shardstore.engine.entries import post_entry
+from shardstore.engine.entries import in_common, post_entry
 from shardstore.engine.failures import Failures
 from shardstore.engine.foresight import Foresight
 from shardstore.engine.freeing import free_memory_once_on_disks
 from shardstore.engine.kept import KeptSnapshots
 from shardstore.engine.outcomes import Outcomes, resolve
+from shardstore.engine.rootfile import ReplicaPlanner, Replicas
 from shardstore.engine.runs import RunNumber
 from shardstore.engine.session import Failure, PendingSave, Session, failure_of
 from shardstore.engine.spill import pass_on, write_shard, write_to_disk
+from shardstore.engine.spillonce import SHARED, WHOLE
 from shardstore.engine.transitions import passed, report_staged, staged
 from shardstore.engine.workers import Worker
 from shardstore.errors import CoordinationError, ShardStoreError
@@ -48,6 +50,7 @@ class SavePipeline:
         self._ops = ops
         self._run = RunNumber(session)
         self._foresight = Foresight(session, ops)
+        self._planner = ReplicaPlanner()
         self._pending: list[PendingSave] = []
         self._urgent: list[threading.Thread] = []
         """What a flush has begun to write; one flush at a time."""
@@ -142,10 +145,11 @@ class SavePipeline:
                 self._propose_failure(save, failure)
                 return
             save.id = SnapshotId(save.step, run, save.count, self._session.nonce)
+            replicas = self._plan_replicas(save)
             if save.persist:
-                self._foresight.look(save.nbytes)
+                self._foresight.look(save.root_nbytes)
             is_spilling = self._spiller.submit(save)  # writes while the digests are taken
-            self._build(save)
+            self._build(save, replicas)
             save.is_sealed = True
             passed(
                 self._session,
@@ -167,12 +171,31 @@ class SavePipeline:
         if save.layout is not None:
             self._session.memory.prepare(save.layout.nbytes)
 
-    def _build(self, save: PendingSave) -> None:
+    def _plan_replicas(self, save: PendingSave) -> Replicas | None:
+        """What of this save is stored by other ranks; a file that is streamed to the root is whole there."""
+        if not self._session.shares_replicas or not save.persist:
+            return None
+        assert save.header is not None
+        assert save.layout is not None
+        replicas = self._planner.plan(save.header, save.layout)
+        if save.streamed is None or save.streamed.tier == "disk":
+            save.form = replicas.form
+        elif replicas.form is not None:
+            self._session.warn_once(
+                "streamed whole",
+                'a state that memory has no room for goes to the root whole: replicas="once" saves '
+                "nothing there. Raise memory=",
+            )
+        return replicas
+
+    def _build(self, save: PendingSave, replicas: Replicas | None) -> None:
         slot, header, layout = save.slot, save.header, save.layout
         if save.streamed is not None:
             assert layout is not None
-            save.header = save.streamed.header
-            self._post(save, layout, save.streamed.data)
+            save.header, data = save.streamed.header, save.streamed.data
+            if save.form is not None:
+                save.shared_header = save.form.header(save.header, data, layout.nbytes)
+            self._post(save, layout, data, replicas)
             return
         assert slot is not None
         assert header is not None
@@ -189,9 +212,13 @@ class SavePipeline:
         self._ops.point("seal")
         self._session.memory.seal(slot, save.id, data, kept=not save.persist)
         save.header = header
-        self._post(save, layout, data)
+        if save.form is not None:
+            save.shared_header = save.form.header(header, data, layout.nbytes)
+        self._post(save, layout, data, replicas)
 
-    def _post(self, save: PendingSave, layout: ShardLayout, data: bytes) -> None:
+    def _post(
+        self, save: PendingSave, layout: ShardLayout, data: bytes, replicas: Replicas | None
+    ) -> None:
         assert save.header is not None
         self._ops.point("post sealed")
         post_entry(
@@ -201,6 +228,7 @@ class SavePipeline:
             layout.nbytes,
             header_digest(data),
             in_memory=save.streamed is None,
+            common=in_common(save, replicas, layout.nbytes, header_digest(data)),
         )
 
     def _digested(self, piece: TensorPiece, data: memoryview) -> TensorPiece:
@@ -291,27 +319,33 @@ class SavePipeline:
             assert save.id is not None
             self._ops.point("pass on")
             started = time.monotonic()
-            pass_on(session, session.outermost, save)
-            self._count_written(save, started, session.outermost.tier)
-            self._post_durable(save)
+            if pass_on(session, session.outermost, save):
+                self._count_written(save, started, session.outermost.tier)
+                self._post_durable(save)
         except Exception as error:  # noqa: BLE001 - all of it becomes the save's failure
             self._report(save, error)
         finally:
             save.spilled.set()
 
     def _count_written(self, save: PendingSave, started: float, tier: str) -> None:
-        self._session.meter.add("write", save.nbytes, time.monotonic() - started - save.held_s)
+        nbytes = save.root_nbytes if save.is_shared else save.nbytes
+        self._session.meter.add("write", nbytes, time.monotonic() - started - save.held_s)
         save.held_s = 0.0
         passed(self._session, save, "written", tier=tier)
 
     def _post_durable(self, save: PendingSave) -> None:
         self._ops.point("post durable")
-        self._session.coordinator.post(f"durable/{save.count}/{self._session.rank}", b"1")
+        written = SHARED if save.is_shared else WHOLE
+        self._session.coordinator.post(f"durable/{save.count}/{self._session.rank}", written)
 
     # ---------------------------------------------------------------- outcomes
 
     def _complete(self, save: PendingSave) -> None:
-        if self._outcomes.learn_complete(save):
+        try:
+            goes_on = self._outcomes.learn_complete(save)
+        finally:
+            save.joint.set()
+        if goes_on:
             self._committer.submit(save)
 
     # ----------------------------------------------------------------- leaving

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from shardstore.errors import CorruptSnapshotError, FormatError
 from shardstore.format.manifest import build_manifest, check_tables
 from shardstore.format.records import Manifest, ShardHeader, SnapshotId
@@ -15,6 +17,7 @@ from shardstore.format.shardfile import (
     header_length,
     parse_header,
 )
+from shardstore.format.sharing import content_digest
 from shardstore.tiers.base import ShardReader
 
 _PEEK_NBYTES: Final = 1 << 16
@@ -29,9 +32,17 @@ class SealedShard:
     digest: str
     layout: ShardLayout | None = None
     """Where its tensors are; None for a header that a rank posted."""
+    content: str = ""
+    """`content_digest` of a header that a rank posted without what that takes."""
+    has_bytes: bool = True
+    """Whether there are bytes of tensors in it."""
+    shared: SealedShard | None = None
+    """The file in its place that leaves pieces to replicas, where that may be on the root."""
 
 
-def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str]) -> Manifest:
+def manifest_of(
+    shards: Mapping[int, SealedShard], *, writer: Mapping[str, str], is_exclusive: bool = True
+) -> Manifest:
     """The manifest of a whole set of shards; metadata and time are rank 0's."""
     first = shards[0].header
     return build_manifest(
@@ -39,7 +50,23 @@ def manifest_of(shards: Mapping[int, SealedShard], *, writer: Mapping[str, str])
         created=first.created,
         metadata=first.metadata,
         writer=dict(writer),
+        is_exclusive=is_exclusive,
+        twins=_twins(shards),
     )
+
+
+def _twins(shards: Mapping[int, SealedShard]) -> dict[int, int]:
+    """Ranks whose files no restore needs, as long as that of their twin is there."""
+    spare = [
+        r for r, s in shards.items() if s.header.sharing is not msgspec.UNSET and not s.has_bytes
+    ]
+    if not spare:
+        return {}
+    contents = {rank: s.content or content_digest(s.header) for rank, s in shards.items()}
+    first: dict[str, int] = {}
+    for rank in sorted(shards.keys() - set(spare)):
+        first.setdefault(contents[rank], rank)
+    return {rank: first[contents[rank]] for rank in spare if contents[rank] in first}
 
 
 def problems_between(shards: Mapping[int, SealedShard]) -> list[str]:
@@ -69,7 +96,10 @@ def read_sealed_header(reader: ShardReader) -> SealedShard:
             raise
         reader.forget()
         parsed = parse_header(read_prefix(reader), reader.nbytes, source=reader.source)
-    return SealedShard(parsed.header, reader.nbytes, parsed.digest, parsed.layout)
+    has_bytes = parsed.layout.nbytes > parsed.layout.data_start
+    return SealedShard(
+        parsed.header, reader.nbytes, parsed.digest, parsed.layout, has_bytes=has_bytes
+    )
 
 
 def read_prefix(reader: ShardReader) -> memoryview | bytes:

@@ -19,6 +19,7 @@ from shardstore.cluster.coordination import Coordinator
 from shardstore.cluster.preemption import Grace
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.listing import SnapshotInfo
+from shardstore.engine.liveness import RootClass
 from shardstore.engine.ondisk import OnDisk
 from shardstore.engine.progress import ProgressReporter
 from shardstore.engine.retention import Keep, plan_deletions
@@ -37,6 +38,8 @@ from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.commit import Outcome
+    from shardstore.engine.rootfile import SharedForm
+    from shardstore.engine.steward import Steward
     from shardstore.engine.streaming import Streamed
     from shardstore.state.overlap import LateCopy
 
@@ -67,6 +70,8 @@ class Completion(msgspec.Struct, frozen=True):
     """None: they have."""
     in_memory: bool = True
     """Every rank's copy is in memory, so that a restore need not wait for the root."""
+    diverged_ranks: tuple[int, ...] = ()
+    """Those whose replicas have other bytes than they, so that each stores its own."""
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -117,6 +122,18 @@ class PendingSave:
     """What this rank still looks out for; cancelled with the outcome."""
     completion: Completion | None = None
     """Whether all ranks sealed it."""
+    joint: threading.Event = field(default_factory=threading.Event)
+    """`completion` is known here, or never will be."""
+    form: SharedForm | None = None
+    """What of this rank's file the root gets, where replicas store the rest of it."""
+    shared_header: bytes | None = None
+    """The header of that, once this rank has sealed."""
+    is_shared: bool = False
+    """That is what this rank has written to the root."""
+    diverged: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Groups of ranks that should be replicas and are not, on rank 0."""
+    shared_ranks: frozenset[int] = frozenset()
+    """Ranks whose file on the root is such a one; on rank 0, once all are durable."""
     committing: threading.Lock = field(default_factory=threading.Lock)
     outcome: Outcome | None = None
     """On rank 0, once it was decided; under `committing`."""
@@ -157,6 +174,11 @@ class PendingSave:
         """Of this rank's file; 0 before it is laid out."""
         return self.layout.nbytes if self.layout is not None else 0
 
+    @property
+    def root_nbytes(self) -> int:
+        """Of what this rank writes to the outermost tier, if its replicas are equal."""
+        return self.form.layout.nbytes if self.form is not None else self.nbytes
+
 
 @dataclass(eq=False)
 class Session:
@@ -170,8 +192,19 @@ class Session:
     timeout_s: float
     writer: dict[str, str]
     nonce: str
+    shared: bool | None = None
+    """Whether all hosts see one root, as the caller says; None: it is found out."""
+    is_one_folder: bool = False
+    """Every rank saw the same folder when the store was opened: equal on all ranks."""
+    classes: tuple[RootClass, ...] = ()
+    """Where hosts share no root: who shares one. Equal on all ranks; empty: all see one, or there is none.
+    On rank 0 the catalog is then of all roots, elsewhere of this host's."""
+    steward: Steward | None = None
+    """On the first rank of another root than rank 0's: answers for it."""
     ops: FileOps = field(default_factory=FileOps)
     """System calls; here for the named points of protocols."""
+    shares_replicas: bool = False
+    """On the root, replicas store in turn what they have in common."""
     host: str = field(default_factory=platform.node)
     boot_id: str = ""
     highest_adopted_run: int = 0
@@ -216,9 +249,13 @@ class Session:
     is_stopping: bool = False
     """`should_stop` has said so, on all ranks."""
 
+    own_catalog: Catalog | None = field(init=False)
+    """Of the root that this host sees, whatever others there are."""
+
     def __post_init__(self) -> None:
         """Nobody waits for memory beyond a grace period."""
         self.memory.in_time = self.in_time
+        self.own_catalog = self.catalog
 
     @property
     def is_ending(self) -> bool:

@@ -8,6 +8,7 @@ from shardstore.engine.pieces import num_bytes_with_header, write_pieces
 from shardstore.engine.progress import Work
 from shardstore.engine.sealed import SealedShard, read_sealed_header
 from shardstore.engine.session import PendingSave, Session, Target
+from shardstore.engine.spillonce import is_for_root, short, write_shared
 from shardstore.errors import TierError, TierFullError
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import ShardReader, ShardWriter
@@ -35,6 +36,10 @@ def write_shard(session: Session, target: Target, save: PendingSave) -> bool:
         return True
     assert save.id is not None
     assert save.layout is not None
+    if is_for_root(session, target, save):
+        written = write_shared(session, target, save)
+        if written is not None:
+            return written
     writer = target.create(save.id, save.nbytes)
     is_last = target.tier == session.outermost.tier
     try:
@@ -131,10 +136,13 @@ def write_to_disk(session: Session, save: PendingSave) -> bool | None:
             return None
 
 
-def pass_on(session: Session, target: Target, save: PendingSave) -> None:
+def pass_on(session: Session, target: Target, save: PendingSave) -> bool:
     """Copy this rank's file from the disk to the root: by way of memory, as long as that still has it.
 
     Memory is not held meanwhile, however long the root takes: a piece is copied before it is written.
+
+    Returns:
+        False if the save failed meanwhile: nothing is left of the file on the root then.
 
     Raises:
         TierError: The disk has no file any more, or it cannot be read or written.
@@ -146,6 +154,10 @@ def pass_on(session: Session, target: Target, save: PendingSave) -> None:
     if on_disk is None:
         raise _gone(session, snapshot_id)
     with on_disk:
+        if is_for_root(session, target, save):
+            written = write_shared(session, target, save, on_disk)
+            if written is not None:
+                return written
         writer = target.create(snapshot_id, on_disk.nbytes)
         try:
             with _work(session, target, save.step, on_disk.nbytes) as work:
@@ -167,6 +179,7 @@ def pass_on(session: Session, target: Target, save: PendingSave) -> None:
         except BaseException:
             writer.discard()
             raise
+    return True
 
 
 def _pass_in_order(
@@ -194,7 +207,7 @@ def _pass_in_order(
         start += len(place)
     end = on_disk.stream(start, on_disk.nbytes, ring.place, arrived)
     if end != on_disk.nbytes:
-        raise _short(on_disk, end)
+        raise short(on_disk, end)
 
 
 def _pass_pieces(
@@ -212,7 +225,7 @@ def _pass_pieces(
         if not _take_from_memory(session, snapshot_id, start, piece):
             piece = memoryview(on_disk.read(start, stop))
             if len(piece) != stop - start:
-                raise _short(on_disk, start + len(piece))
+                raise short(on_disk, start + len(piece))
         writer.write(piece, start)
         sent(len(piece))
 
@@ -269,11 +282,4 @@ def _gone(session: Session, snapshot_id: SnapshotId) -> TierError:
     return TierError(
         f"rank {session.rank} has no copy of {snapshot_id} near it any more",
         tier="memory", key=snapshot_id.name, operation="spill",
-    )  # fmt: skip
-
-
-def _short(reader: ShardReader, end: int) -> TierError:
-    return TierError(
-        f"{reader.source} ends after {end:,} of {reader.nbytes:,} bytes",
-        tier=reader.tier, key=reader.source, operation="read",
     )  # fmt: skip

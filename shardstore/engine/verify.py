@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import msgspec
 import xxhash
 
 from shardstore.engine.sealed import SealedShard
 from shardstore.engine.spans import SpanDigests
 from shardstore.errors import CorruptSnapshotError
-from shardstore.format.records import Manifest
+from shardstore.format.records import Manifest, NearCopy
 from shardstore.tiers.base import ShardReader
 
 _LOG: Final = logging.getLogger("shardstore")
@@ -117,6 +118,8 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
     """
     header, entry = sealed.header, manifest.shards[sealed.header.rank]
     listed = (entry.header_digest, entry.nbytes, entry.table, manifest.world_size)
+    if isinstance(entry.near, NearCopy) and header.sharing is msgspec.UNSET:
+        listed = (entry.near.header_digest, entry.near.nbytes, *listed[2:])
     found = (sealed.digest, reader.nbytes, header.table_digest, header.world_size)
     if listed != found:
         labels = ("header digest", "bytes", "table digest", "world size")
@@ -128,5 +131,5 @@ def check_listed(manifest: Manifest, sealed: SealedShard, reader: ShardReader) -
         raise CorruptSnapshotError(
             f"{reader.source} is not the file that the manifest lists: {differing}",
             tier=reader.tier, file=reader.source,
-            expected=entry.header_digest, actual=sealed.digest,
+            expected=listed[0], actual=sealed.digest,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from shardstore.format.digests import is_digest
@@ -142,8 +142,16 @@ def check_table_meshes(
             report(f"{name}: {len(row.placements)} placements on {num_axes[row.mesh]} mesh axes")
 
 
-def check_pieces(table: Sequence[TensorRow], pieces: Sequence[TensorPiece], report: Report) -> None:
-    """Check that each piece is a box inside its tensor, with a key of its own and a digest."""
+def check_pieces(
+    table: Sequence[TensorRow],
+    pieces: Sequence[TensorPiece],
+    report: Report,
+    elsewhere: Collection[int] = (),
+) -> None:
+    """Check that each piece is a box inside its tensor, with a key of its own and a digest.
+
+    Those of the rows `elsewhere` are in other files, and have no key.
+    """
     if len(pieces) != len(table):
         report(f"{len(pieces)} pieces for {len(table)} tensors")
         return
@@ -168,11 +176,15 @@ def check_pieces(table: Sequence[TensorRow], pieces: Sequence[TensorPiece], repo
             if piece.key or piece.digest:
                 report(f"{name}: an alias has neither key nor digest")
             continue
-        if piece.key in ("", "__metadata__"):
-            report(f"{name}: the key {quote(piece.key)} is reserved")
-        if piece.key in keys:
-            report(f"{name}: the key appears twice")
-        keys.add(piece.key)
+        if index in elsewhere:
+            if piece.key:
+                report(f"{name}: it is in another file and has a key in this one")
+        else:
+            if piece.key in ("", "__metadata__"):
+                report(f"{name}: the key {quote(piece.key)} is reserved")
+            if piece.key in keys:
+                report(f"{name}: the key appears twice")
+            keys.add(piece.key)
         if not is_digest(piece.digest):
             report(f"{name}: {quote(piece.digest)} is no digest")
 

@@ -13,6 +13,7 @@ from shardstore.format.digests import BLANK, Buffer, digest_around, is_digest
 from shardstore.format.dtypes import DTYPES, OPAQUE
 from shardstore.format.layout import ShardLayout, plan_layout, stored_shape
 from shardstore.format.records import ShardHeader, TensorPiece, TensorRow
+from shardstore.format.sharing import rows_elsewhere
 from shardstore.format.strict_json import find_unencodable
 
 OPENING: Final = b'{"__metadata__":{"shardstore_digest":"'
@@ -105,7 +106,7 @@ def dcp_sharding_info(
             "saved_offsets": [*piece.offsets, 0] if row.dtype in OPAQUE else list(piece.offsets)
         }
         for row, piece in zip(table, pieces, strict=True)
-        if row.alias_of is None
+        if row.alias_of is None and piece.key
     }
 
 
@@ -124,7 +125,7 @@ def encode_json(header: ShardHeader, layout: ShardLayout) -> bytes:
             "data_offsets": (start - data_start, end - data_start),
         }
         for row, piece, (start, end) in zip(header.table, header.pieces, layout.spans, strict=True)
-        if row.alias_of is None
+        if row.alias_of is None and piece.key
     }
     try:
         info = encode(encode(dcp_sharding_info(header.table, header.pieces)).decode())
@@ -153,8 +154,9 @@ def _find_problems(header: ShardHeader, layout: ShardLayout) -> list[str]:
     if not is_digest(header.table_digest):
         problems.append("the table digest is missing")
     keys: set[str] = set()
-    for row, piece in zip(header.table, header.pieces, strict=True):
-        if row.alias_of is not None:
+    elsewhere = rows_elsewhere(header.sharing)
+    for index, (row, piece) in enumerate(zip(header.table, header.pieces, strict=True)):
+        if row.alias_of is not None or index in elsewhere:
             continue
         if not is_digest(piece.digest):
             problems.append(f"tensor {piece.key!r} has no digest")

@@ -27,7 +27,7 @@ class ShardLayout:
     nbytes: int
     """Exact file size."""
     spans: tuple[tuple[int, int], ...]
-    """Half-open file offsets, parallel to the table. Aliases and empty pieces: an empty span."""
+    """Half-open file offsets, parallel to the table. Empty for aliases, empty pieces, and what is elsewhere."""
 
 
 def stored_shape(row: TensorRow, piece: TensorPiece) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def plan_layout(
         raise FormatError("cannot store these dtypes", problems=unknown)
 
     itemsizes = [DTYPES[row.dtype].itemsize for row in table]
-    owners = [i for i, row in enumerate(table) if row.alias_of is None]
+    owners = [i for i, row in enumerate(table) if row.alias_of is None and pieces[i].key]
     owners.sort(key=lambda i: (-itemsizes[i], pieces[i].key))
     spans = [(data_start, data_start)] * len(table)
     position = data_start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -28,11 +29,14 @@ from shardstore.format.records import (
     FORMAT_VERSION,
     Manifest,
     Mesh,
+    NearCopy,
     ShardEntry,
     ShardHeader,
+    Sharing,
     SnapshotId,
     TensorRow,
 )
+from shardstore.format.sharing import check_near
 from shardstore.format.strict_json import find_unencodable, quote
 from shardstore.format.tables import check_tables, find_disagreements
 
@@ -126,8 +130,10 @@ def decode_manifest(data: bytes, *, source: str, expect: SnapshotId | None) -> M
     return manifest or Manifest(**fields)
 
 
-class _ShardSize(msgspec.Struct, frozen=True):
+class _Listed(msgspec.Struct, frozen=True):
     nbytes: int
+    host: str
+    twin: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -141,11 +147,23 @@ class Register(msgspec.Struct, frozen=True):
     nonce: str
     created: float
     world_size: int
-    shards: tuple[_ShardSize, ...]
+    shards: tuple[_Listed, ...]
     metadata: object
     persist: bool | msgspec.UnsetType = msgspec.UNSET
     reason: str = ""
     """Why it was aborted."""
+
+    @property
+    def needed_ranks(self) -> set[int]:
+        """Ranks without whose file there is no snapshot: not those that have a twin."""
+        return {rank for rank, shard in enumerate(self.shards) if shard.twin is msgspec.UNSET}
+
+    here: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Ranks whose files belong in this folder."""
+        return tuple(range(self.world_size)) if self.here is msgspec.UNSET else self.here
 
     @property
     def is_counted(self) -> bool:
@@ -180,6 +198,8 @@ def read_register(data: bytes, *, expect: SnapshotId) -> Register | None:
         return None
     whole = len(register.shards) == register.world_size or register.state == "aborted"
     is_ours = register.format == FORMAT_VERSION and register.id == expect
+    if register.here is not msgspec.UNSET and not _is_part(register.here, register.world_size):
+        return None
     return register if whole and is_ours and register.persist is not True else None
 
 
@@ -189,6 +209,8 @@ def build_manifest(
     created: float,
     metadata: object,
     writer: Mapping[str, str],
+    is_exclusive: bool = True,
+    twins: Mapping[int, int] = MappingProxyType({}),
 ) -> Manifest:
     """Merge the sealed headers of all ranks into the manifest that commits them.
 
@@ -199,6 +221,8 @@ def build_manifest(
         created: Seconds since the epoch.
         metadata: The user's JSON, rank 0's.
         writer: Library versions.
+        is_exclusive: Whether the store honours exclusive create.
+        twins: Ranks whose files have no bytes of tensors, each with a rank whose header says the same.
 
     Raises:
         FormatError: Ranks are missing, or belong to different snapshots.
@@ -233,8 +257,11 @@ def build_manifest(
                 host=header.host,
                 meshes=tuple(meshes.setdefault(mesh, len(meshes)) for mesh in header.meshes),
                 coordinates=header.coordinates,
+                near=header.sharing.near if isinstance(header.sharing, Sharing) else msgspec.UNSET,
+                twin=twins.get(rank, msgspec.UNSET),
             )
         )
+    is_shared = any(shard.near is not msgspec.UNSET for shard in shards)
     return Manifest(
         format=FORMAT_VERSION,
         state="committed",
@@ -250,6 +277,8 @@ def build_manifest(
         metadata=metadata,
         writer=dict(writer),
         persist=msgspec.UNSET if first.persist else False,
+        exclusive=msgspec.UNSET if is_exclusive else False,
+        replicas="once" if is_shared else msgspec.UNSET,
     )
 
 
@@ -261,6 +290,20 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
     persist = fields.get("persist", msgspec.UNSET)
     if persist is True or (persist is False and is_aborted):
         add("only a committed snapshot has persist, and only as false")
+    exclusive = fields.get("exclusive", msgspec.UNSET)
+    if exclusive is True or (exclusive is False and is_aborted):
+        add("only a committed snapshot has exclusive, and only as false")
+    if has({"replicas"}) and has({"shards"}):
+        _check_replicas(fields["replicas"], fields["shards"], findings)
+    here = fields.get("here", msgspec.UNSET)
+    if here is not msgspec.UNSET:
+        if is_aborted:
+            add("an aborted snapshot has here")
+        elif has({"world_size"}) and not _is_part(here, fields["world_size"]):
+            add(
+                f"here is {quote(here[:8])}: it must be some ranks of {quote(fields['world_size'])}, not all, "
+                "in order"
+            )
     if has({"state"}) and fields["state"] not in ("committed", "aborted"):
         add(f"unknown state {quote(fields['state'])}")
     if has({"step", "run", "count", "nonce", "world_size"}):
@@ -291,6 +334,12 @@ def _check_fields(fields: Mapping[str, Any], expect: SnapshotId | None, findings
         _check_ranks(fields["shards"], fields["world_size"], findings)
     if has({"shards", "tables", "meshes"}):
         _check_references(fields, findings)
+
+
+def _is_part(ranks: tuple[int, ...], world_size: int) -> bool:
+    """Whether these are some ranks of all, not all of them, each once and in order."""
+    is_ordered = all(a < b for a, b in pairwise(ranks))
+    return 0 < len(ranks) < world_size and is_ordered and ranks[0] >= 0 and ranks[-1] < world_size
 
 
 def _check_ranks(shards: tuple[ShardEntry, ...], world_size: int, findings: Findings) -> None:
@@ -325,6 +374,25 @@ def _check_ranks(shards: tuple[ShardEntry, ...], world_size: int, findings: Find
         findings.add(f"no shards for ranks {missing} of {quote(world_size)}")
     elif any(a.rank >= b.rank for a, b in pairwise(shards)):
         findings.add("shards are not in rank order")
+
+
+def _check_replicas(
+    replicas: str | msgspec.UnsetType, shards: tuple[ShardEntry, ...], findings: Findings
+) -> None:
+    """Check what is said of files that leave pieces to replicas."""
+    is_shared = any(isinstance(shard.near, NearCopy) for shard in shards)
+    if replicas != ("once" if is_shared else msgspec.UNSET):
+        findings.add(f"replicas is {quote(replicas)}: `once` exactly if shards say what is near")
+    for index, shard in enumerate(shards):
+        name = f"shards[{index}]"
+        if isinstance(shard.near, NearCopy):
+            check_near(shard.near, name, findings.add)
+        if shard.twin is msgspec.UNSET:
+            continue
+        if shard.near is msgspec.UNSET or shard.twin == shard.rank:
+            findings.add(f"{name}: it cannot have the twin {quote(shard.twin)}")
+        elif not 0 <= shard.twin < len(shards) or shards[shard.twin].twin is not msgspec.UNSET:
+            findings.add(f"{name}: its twin {quote(shard.twin)} is no rank, or has a twin itself")
 
 
 def _check_references(fields: Mapping[str, Any], findings: Findings) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from shardstore.errors import FormatVersionError
 from shardstore.format.canonical import read_canonical_header
 from shardstore.format.checks import (
@@ -28,6 +30,7 @@ from shardstore.format.records import (
     TensorPiece,
     TensorRow,
 )
+from shardstore.format.sharing import check_sharing, rows_elsewhere
 from shardstore.format.stock import StockTensor, header_view, read_entries, read_metadata
 from shardstore.format.strict_json import quote
 
@@ -155,7 +158,10 @@ def _check_fields(fields: Mapping[str, Any], findings: Findings) -> None:
         num_axes = [len(mesh.shape) for mesh in fields["meshes"]]
         check_table_meshes(fields["table"], num_axes, "table", add)
     if has({"table", "pieces"}):
-        check_pieces(fields["table"], fields["pieces"], add)
+        elsewhere = rows_elsewhere(fields.get("sharing", msgspec.UNSET))
+        check_pieces(fields["table"], fields["pieces"], add, elsewhere)
+    if has({"table", "pieces", "meshes", "rank", "sharing"}):
+        check_sharing(fields, add)
     if has({"table", "table_digest"}) and table_digest(fields["table"]) != fields["table_digest"]:
         add("table_digest is not the digest of the table")
 
@@ -178,7 +184,7 @@ def _match_entries(
     spans: list[tuple[int, int]] = []
     wanted: set[str] = set()
     for row, piece in zip(table, pieces, strict=True):
-        if row.alias_of is not None:
+        if row.alias_of is not None or not piece.key:
             spans.append((data_start, data_start))
             continue
         wanted.add(piece.key)

@@ -105,13 +105,29 @@ class TensorPiece(
     """This rank's piece of the row with the same index: a half-open box in global coordinates."""
 
     key: str
-    """Name in the safetensors header; empty for an alias."""
+    """Name in the safetensors header; empty for an alias, and for what is in a replica's file."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     device: str
     """Device type that it was copied from, as `cpu`."""
     digest: str
     """xxh3-128 of the bytes, 32 hex digits; empty for an alias."""
+
+
+class NearCopy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank's whole file, which memory and disk hold where the root has only a part of it."""
+
+    nbytes: int
+    header_digest: str
+
+
+class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file on the root leaves to the files of replicas, which hold the very same pieces."""
+
+    held_by: tuple[tuple[int, int], ...]
+    """Rows whose bytes are in another rank's file, ascending, each with that rank."""
+    near: NearCopy
+    """This rank's whole file."""
 
 
 class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +145,10 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For each mesh of its header: index into the meshes of the manifest."""
     coordinates: tuple[tuple[int, ...] | None, ...]
     """Of this rank in those meshes; None where it is not part of one."""
+    near: NearCopy | msgspec.UnsetType = msgspec.UNSET
+    """The rank's whole file, where the one listed here leaves pieces to replicas."""
+    twin: int | msgspec.UnsetType = msgspec.UNSET
+    """A rank whose header says the same but for the rank, where this file holds no bytes of tensors."""
 
 
 class ShardHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,6 +177,8 @@ class ShardHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The user's JSON, as this rank gave it."""
     writer: dict[str, str]
     """Library versions."""
+    sharing: Sharing | msgspec.UnsetType = msgspec.UNSET
+    """Set where some pieces are in the files of replicas; only on the root."""
 
     @property
     def id(self) -> SnapshotId:
@@ -187,6 +209,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why it was aborted."""
     persist: bool | msgspec.UnsetType = msgspec.UNSET
     """False: saved to stay in memory, and here because its memory was needed. Never true."""
+    exclusive: bool | msgspec.UnsetType = msgspec.UNSET
+    """False: the store ignores exclusive create, and nothing but its owner kept others from writing this."""
+    replicas: str | msgspec.UnsetType = msgspec.UNSET
+    """`once`: some shards leave pieces to the files of replicas."""
+    here: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Where hosts share no root: ranks whose files are in this folder, some of all. The others' are on
+    their hosts, in folders of the same name."""
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Ranks whose files belong in this folder."""
+        return tuple(range(self.world_size)) if self.here is msgspec.UNSET else self.here
 
     @property
     def id(self) -> SnapshotId:

@@ -33,7 +33,7 @@ def _save_without_sharing(rank: int, folder: str) -> dict[str, Any]:
     if rank == 1:
         _own_root(folder)
     dist.barrier()
-    store = open_store(folder, memory=0, timeout_s=4.0, on_error="warn")
+    store = open_store(folder, memory=0, timeout_s=4.0, on_error="warn", shared=True)
     job = Job(rank)
     job.fill(1)
     saved = bits(job.state)
@@ -62,6 +62,40 @@ def test_a_root_that_hosts_do_not_share_is_refused_at_the_first_save(folder: str
         assert result["listed"] == []
         assert result["absent"]
         assert result["left"] == []
+
+
+def _save_and_restore_on_own_roots(rank: int, folder: str) -> dict[str, Any]:
+    if rank == 1:
+        _own_root(folder)
+    dist.barrier()
+    store = open_store(folder, memory=0, timeout_s=2.0)
+    job = Job(rank)
+    job.fill(1)
+    saved = bits(job.state)
+    store.save(job.state, step=1).wait(20)
+    store.close()
+    soil(job.state)
+    again = open_store(folder, memory=0, timeout_s=20.0)
+    report = again.restore(job.state)
+    again.close()
+    return {
+        "step": report.step,
+        "same": bits(job.state) == saved,
+        "listed": [info.here for info in list_snapshots(Path(folder, "root"))],
+        "files": sorted(path.name for path in Path(folder, "root").rglob("rank-*")),
+    }
+
+
+def test_roots_that_hosts_do_not_share_keep_their_own_ranks_and_restore_them(folder: str) -> None:
+    """C32: every rank's root is self-sufficient, and says which ranks it has."""
+    Path(folder, "root").mkdir()
+    for rank, result in enumerate(run_ranks(2, _save_and_restore_on_own_roots, folder)):
+        assert result == {
+            "step": 1,
+            "same": True,
+            "listed": [(rank,)],
+            "files": [f"rank-{rank:05d}.safetensors"],
+        }
 
 
 def _save(rank: int, folder: str) -> None:

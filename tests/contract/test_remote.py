@@ -35,6 +35,16 @@ class RemoteContract(TierContract):
     uses_file_ops = False
     has_folders = False
 
+    # What only a file system has: system calls to break, and to find the syncs among.
+    test_a_register_is_synced_before_it_is_named_and_its_folder_after = None  # type: ignore[assignment]
+    test_a_register_that_cannot_be_written_is_a_tier_error_and_does_not_exist = None  # type: ignore[assignment]
+    test_an_answer_in_doubt_is_settled_by_reading_the_register = None  # type: ignore[assignment]
+    test_an_error_of_the_system_is_a_tier_error_and_leaves_nothing = None  # type: ignore[assignment]
+    test_an_error_while_reading_is_a_tier_error = None  # type: ignore[assignment]
+    test_publish_syncs_the_file_before_it_is_named_and_the_folders_after = None  # type: ignore[assignment]
+    test_removal_takes_the_bytes_before_the_register = None  # type: ignore[assignment]
+    test_shards_of_another_run_are_synced_with_their_folders = None  # type: ignore[assignment]
+
     @cached_property
     def store(self) -> ObjectStore:
         """One client for a test: making one takes longer than all that it does."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -83,10 +83,11 @@ class Loader:
 class Training:
     """Everything of one rank; `step` returns the loss, `draws` what the random streams give next."""
 
-    def __init__(self, rank: int, seed: int = 0) -> None:
+    def __init__(self, rank: int, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
         torch.manual_seed(seed)
         self.model = TinyModel()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        if mesh is None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)

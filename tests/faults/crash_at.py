@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardstore import CorruptSnapshotError, SnapshotStore, list_snapshots
 from shardstore.engine.catalog import Catalog
-from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.engine.orphans import Orphan, find_orphans, remove_orphan
 from shardstore.testing import (
     CountingOps,
     ThreadRank,
@@ -30,7 +30,7 @@ from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.roots import open_root
 from tests.faults.clients import client_options
-from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, state_of, version_of
+from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, roots_of, state_of, version_of
 
 AFTER = 99
 """Version, and step, that the next life saves."""
@@ -53,12 +53,16 @@ class Places(NamedTuple):
     url: str = ""
     storage_options: Mapping[str, Any] = MappingProxyType({})
 
-    def root(self) -> RootTier:
-        """The root, looked at past the store."""
-        if not self.url:
-            return DiskTier(f"{self.folder}/root", name="root", ops=FileOps())
-        options = client_options(self.url, self.storage_options)
-        return open_root(self.url, FileOps(), storage_options=options, timeout_s=30.0)
+    def roots(self, scenario: Scenario) -> list[str]:
+        """Where a scenario's snapshots are."""
+        if self.url and scenario.options.get("root", True):
+            return [self.url]
+        return roots_of(self.folder, scenario.options, scenario.num_ranks)
+
+    def tier(self, root: str) -> RootTier:
+        """A root, looked at past the store."""
+        options = client_options(root, self.storage_options) if self.url else None
+        return open_root(root, FileOps(), storage_options=options, timeout_s=30.0)
 
 
 @contextmanager
@@ -164,10 +168,9 @@ def on_ranks(num_ranks: int, function: Callable[[ThreadRank | None], Any]) -> li
 
 def look(where: Places, scenario: Scenario) -> int | None:
     """The next life: which version it restores. It lists, restores, saves and leaves nothing behind."""
-    has_root = scenario.options.get("root", True)
-    root = where.url or f"{where.folder}/root"
+    roots = where.roots(scenario)
     options = client_options(where.url, where.storage_options) if where.url else None
-    committed = list_snapshots(root, storage_options=options) if has_root else []
+    committed = [info for root in roots for info in list_snapshots(root, storage_options=options)]
     assert committed or not scenario.is_listed, (
         "the old one went before its successor was committed"
     )
@@ -203,7 +206,9 @@ def look(where: Places, scenario: Scenario) -> int | None:
     if scenario.options.get("disk"):
         # A start clears disks of what a restart has no use for; gc spares it until then.
         on_ranks(scenario.num_ranks, lambda rank: _open_and_close(where, scenario, rank))
-    _check_nothing_is_left(where, scenario.options)
+    _check_nothing_is_left(where)
+    for root in roots:
+        _check_root(where, root, scenario.options)
     result: int | None = found[0]
     return result
 
@@ -228,6 +233,12 @@ def look_for_values(where: Places, scenario: Scenario) -> int | None:
     return version_of(live) if report else None
 
 
+def _is_the_operators(catalog: Catalog, orphan: Orphan) -> bool:
+    """Whether nobody else may say that its run is dead."""
+    record = None if orphan.run is None else catalog.run_record(orphan.run)
+    return record is not None and not record.is_exclusive
+
+
 def _names_in(root: Path) -> set[str]:
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
 
@@ -244,6 +255,10 @@ def _names_in_remote(catalog: Catalog) -> set[str]:
 def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> None:
     """What is listed can be restored by its step, and nothing listed is newer than what was restored."""
     listed = store.snapshots()
+    if life.options.get("shared") is False:  # a rank sees what is committed on its own root
+        everywhere = [list_snapshots(root) for root in roots_of(life.folder, life.options, 2)]
+        life.all_there.wait(30)
+        listed = [i for i in listed if all(i.id in [o.id for o in found] for found in everywhere)]
     by_step = {info.step: info for info in listed}
     for step, info in by_step.items():
         live = life.state(AFTER + 1)
@@ -258,30 +273,31 @@ def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> No
         assert all(info.id[-29:] < (newest or "")[-29:] for info in listed)
 
 
-def _check_nothing_is_left(where: Places, options: Mapping[str, Any]) -> None:
+def _check_nothing_is_left(where: Places) -> None:
     """After `close` memory is empty, and after gc the root holds whole committed snapshots alone."""
     memory = list(Path(where.folder, "memory").rglob("*"))
     assert not memory, f"close left {memory}"
     on_disk = {p.name for p in Path(where.disk_folder).rglob("*") if p.is_file()}
     assert all(name.endswith((".safetensors", ".complete")) for name in on_disk), on_disk
-    if not options.get("root", True):
-        return
-    catalog = Catalog(where.root())
+
+
+def _check_root(where: Places, root: str, options: Mapping[str, Any]) -> None:
+    catalog = Catalog(where.tier(root))
     for orphan in find_orphans(
         catalog, memory_dirs=[f"{where.folder}/memory"], including_unknown=True
     ):
-        nameless = orphan.kind == "temp" and orphan.name.startswith(".run-")  # whose, nothing says
-        assert orphan.liveness == "dead" or nameless, orphan
+        nameless = orphan.kind == "temp" and orphan.name.startswith((".run-", ".probe-"))  # whose, nothing says
+        assert orphan.liveness == "dead" or nameless or _is_the_operators(catalog, orphan), orphan
         problem = remove_orphan(catalog, orphan, writer={})
         assert not problem, f"{orphan}: {problem}"
     assert not catalog.tier.list_unfinished()
     whole = set()
     for register in catalog.committed():
-        ranks = range(register.world_size)
+        ranks = register.ranks_here
         whole |= {f"{register.id.name}/{name}" for name in ("manifest.json",)}
         whole |= {f"{register.id.name}/rank-{rank:05d}.safetensors" for rank in ranks}
         whole |= {f"{register.id.name}/pinned"} if catalog.is_pinned(register.id) else set()
-    left = _names_in_remote(catalog) if where.url else _names_in(Path(where.folder, "root"))
+    left = _names_in_remote(catalog) if where.url else _names_in(Path(root))
     strange = {name for name in left - whole if not name.startswith("run-")}
     assert whole <= left
     assert not strange, f"gc left {strange}"

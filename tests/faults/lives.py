@@ -109,6 +109,8 @@ class Life:
     def open(self) -> SnapshotStore:
         options = {"memory": "1MiB", "timeout_s": 10.0, "name": "job", "root": True, **self.options}
         root = (self.url or f"{self.folder}/root") if options.pop("root") else None
+        if options.get("shared") is False:
+            root = f"{self.folder}/root-{self.number}"
         if self.url:
             options["storage_options"] = client_options(self.url, self.storage_options)
         if options.get("disk"):
@@ -140,6 +142,13 @@ class Barrier(Protocol):
     """Where all ranks meet."""
 
     def wait(self, timeout: float | None = None, /) -> object: ...
+
+
+def roots_of(folder: str, options: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """Where a life's snapshots are: one root, one of each rank, or none."""
+    if options.get("shared") is False:
+        return [f"{folder}/root-{rank}" for rank in range(num_ranks)]
+    return [f"{folder}/root"] if options.get("root", True) else []
 
 
 Act = Callable[[Life], None]
@@ -326,6 +335,10 @@ SCENARIOS: Mapping[str, Scenario] = {
     "publish late": Scenario(
         _open_and_save_third, _SECOND_OR_THIRD, {"memory": 0},
         before=((_save_second, "post durable"),), always=frozenset({2}),
+    ),
+    "save, private roots": Scenario(
+        _open_and_save_third, {0: {2, 3}, 1: {3}}, {"keep": 1, "shared": False, "memory": 0},
+        before=((_save_second, "post durable"),), num_ranks=2,
     ),
     "publish late, two ranks": Scenario(
         _open_and_save_third, _SECOND_OR_THIRD, {"keep": 1},

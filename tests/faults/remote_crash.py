@@ -83,6 +83,8 @@ REMOTE_SCENARIOS: Final[Mapping[str, Scenario]] = {
     ),
 }
 """Every life that is ended at every request."""
+NEEDS_HOST: Final = frozenset({"save, persist=False leaves memory"})
+"""What these have in memory alone goes with the host."""
 
 
 def remote_crashes_of(name: str, remote: Remote, first: int, stride: int) -> list[Crash]:

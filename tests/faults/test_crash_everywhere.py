@@ -10,11 +10,13 @@ import pytest
 
 from tests.faults.crash_at import Crash, crashes_of
 from tests.faults.drivers import Drivers
-from tests.faults.lives import SCENARIOS
+from tests.faults.lives import SCENARIOS, Scenario
 
 _NUM_TASKS = 4
 _EVERY = 4
 _EVERY_OF_SEVERAL_RANKS = 11
+_EVERY_OF_SEVERAL_ROOTS = 71
+"""Each of these lives takes seconds: roots are asked over the key-value store."""
 
 
 @pytest.mark.slow
@@ -22,7 +24,7 @@ def test_every_few_operations_of_every_kind_of_life(warm: Drivers) -> None:
     tried = [
         (name, 1 + number % every, every)
         for number, (name, scenario) in enumerate(SCENARIOS.items())
-        for every in [_EVERY if scenario.num_ranks == 1 else _EVERY_OF_SEVERAL_RANKS]
+        for every in [_every(scenario)]
     ]
     tried.sort(key=lambda task: SCENARIOS[task[0]].num_ranks, reverse=True)  # the longest first
     found = dict(zip([task[0] for task in tried], warm.map(crashes_of, tried), strict=True))
@@ -30,6 +32,12 @@ def test_every_few_operations_of_every_kind_of_life(warm: Drivers) -> None:
     _check_deleted_stays_deleted(found["delete"])
     for name in ("save, retention", "save, streamed", "save, memory alone", "save, two ranks"):
         assert _restored(found[name]) == {1, 2}, f"{name}: one side of the commit was never tried"
+
+
+def _every(scenario: Scenario) -> int:
+    if scenario.options.get("shared") is False:
+        return _EVERY_OF_SEVERAL_ROOTS
+    return _EVERY if scenario.num_ranks == 1 else _EVERY_OF_SEVERAL_RANKS
 
 
 @pytest.mark.nightly

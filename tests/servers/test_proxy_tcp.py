@@ -89,6 +89,21 @@ def test_plain_tcp_passes_and_is_counted(echo: Proxy) -> None:
     )
 
 
+def test_plain_tcp_ends_cleanly_where_the_server_does() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Proxy(listener.getsockname()[1], is_http=False) as proxy,
+        _connected(proxy) as client,
+    ):
+        server, _ = listener.accept()
+        with server:
+            server.sendall(b"last words")
+        found = b""
+        while more := client.recv(100):
+            found += more
+    assert found == b"last words"
+
+
 @pytest.mark.parametrize("stage", ["head", "request", "response"])
 def test_plain_tcp_is_reset_after_so_many_bytes(echo: Proxy, stage: Stage) -> None:
     echo.reset(stage=stage, at=1000, times=1)

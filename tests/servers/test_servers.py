@@ -124,7 +124,7 @@ def test_each_is_reached_through_the_proxy(
     assert totals.nbytes_down > len(BODY)
 
 
-def test_an_upload_that_gcs_gives_an_address_to_goes_through_the_proxy(
+def test_an_upload_in_parts_to_gcs_goes_through_the_proxy_whole(
     gcs_server: FakeGcsServer,
 ) -> None:
     with Proxy(gcs_server.port) as proxy:

@@ -289,6 +289,10 @@ class RemoteTier:
         """Create an object unless it is there; what it holds then. Doubts are settled by reading it."""
 
         def attempt() -> bytes:
+            if not self.is_exclusive:
+                stored = self._stored(key)
+                if stored is not None:
+                    return stored
             try:
                 created = self._store.create(key, data)
             except Fault as fault:

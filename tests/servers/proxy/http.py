@@ -90,7 +90,6 @@ class HttpConnection:
         self._strike(rule, "head")
         if (head.get("expect") or "").lower() == "100-continue":
             self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            head.set("expect", None)  # the server would say so again
         instead = self._instead(rule, method, target)
         if instead is not None:
             for _ in _pieces(self._client, head.request_body(), self._limits.chunk):
@@ -140,8 +139,8 @@ class HttpConnection:
         request.status = fresh.status
         self._send_down(fresh.data())
         if method != "HEAD" and body:
-            self._send_down(body)
             request.nbytes_down = len(body)
+            self._send_down(body)
 
     def _pass_on(self, method: str, head: Head, request: Request, rule: Rule | None) -> Head:
         """Send the request to the server; returns the head of its answer."""
@@ -151,12 +150,12 @@ class HttpConnection:
         framing = head.request_body()
         for piece in _pieces(self._client, framing, self._limits.chunk):
             kept = piece if limit is None else piece[: limit - request.nbytes_up]
+            request.nbytes_up += kept.nbytes
             try:
                 self._send_up(server, _framed(kept, framing))
             except EndedError:  # it has answered before the whole body came
                 self._is_last = True
                 break
-            request.nbytes_up += kept.nbytes
             if limit is not None and request.nbytes_up >= limit:
                 break
         else:
@@ -168,7 +167,7 @@ class HttpConnection:
             if not data:
                 raise EndedError
             answer = Head.parse(data)
-            if answer.status >= 200:
+            if answer.status >= 200:  # 100 Continue the client has had from us
                 return answer
 
     def _relay_answer(
@@ -185,12 +184,6 @@ class HttpConnection:
         if rule is not None and rule.kind == "range" and asked and rule.options["claims_asked"]:
             total = (answer.get("content-range") or "/*").rpartition("/")[2]
             answer.set("content-range", f"{asked.replace('=', ' ', 1)}/{total}")
-        location = answer.get("location")
-        if location is not None:  # of a resumable upload: it too is to come through here
-            answer.set(
-                "location",
-                location.replace(f":{self._shared.upstream_port}", f":{self._shared.port}"),
-            )
         request.status = answer.status
         self._send_down(answer.data())
         for piece in _pieces(self._server, framing, self._limits.chunk):
@@ -202,8 +195,8 @@ class HttpConnection:
             ):
                 kept = memoryview(bytearray(kept))
                 kept[rule.at - request.nbytes_down] ^= 1
-            self._send_down(_framed(kept, framing))
             request.nbytes_down += kept.nbytes
+            self._send_down(_framed(kept, framing))
             if left is not None:
                 left -= kept.nbytes
                 if left == 0:
@@ -237,13 +230,13 @@ class HttpConnection:
 
     def _send_up(self, server: Side, data: bytes | memoryview) -> None:
         self._limits.wait(self._up, len(data), self._is_ended)
+        self._counts.moved(len(data), is_up=True)  # before the test can see the bytes arrive
         server.send(data)
-        self._counts.moved(len(data), is_up=True)
 
     def _send_down(self, data: bytes | memoryview) -> None:
         self._limits.wait(self._down, len(data), self._is_ended)
-        self._client.send(data)
         self._counts.moved(len(data), is_up=False)
+        self._client.send(data)
 
 
 def _pieces(side: Side, framing: Framing, most: Callable[[], int]) -> Iterator[memoryview]:

@@ -25,6 +25,7 @@ class Listener:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._listening: socket.socket | None = None
+        self._accepting: threading.Thread | None = None
         self._placeholder = self._bound()
         self.listen()
 
@@ -39,12 +40,16 @@ class Listener:
         if self._listening is None:
             self._listening = self._bound()
             self._listening.listen(512)
-            threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+            self._accepting = threading.Thread(
+                target=self._accept, args=(self._listening,), daemon=True
+            )
+            self._accepting.start()
 
     def refuse(self) -> None:
         """Accept none from now on, and reset those that are there."""
-        if self._listening is not None:
+        if self._listening is not None and self._accepting is not None:
             self._listening.shutdown(socket.SHUT_RDWR)
+            self._accepting.join()  # what it has just accepted is to be reset too
             self._listening.close()
             self._listening = None
         self.reset()

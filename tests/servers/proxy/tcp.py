@@ -17,6 +17,7 @@ class TcpConnection:
 
     def __init__(self, client: socket.socket, shared: Shared, is_ended: Callable[[], bool]) -> None:
         self._is_over: Final = threading.Event()
+        self._is_clean = False
         self._is_ended: Final = lambda: self._is_over.is_set() or is_ended()
         self._client = Side(client, self._is_ended)
         self._shared: Final = shared
@@ -48,7 +49,10 @@ class TcpConnection:
                 self._relay(server, self._client, rule, "response")
                 up.join()
             finally:
-                self._client.reset()
+                if self._is_clean:
+                    self._client.close()
+                else:
+                    self._client.reset()
                 if server is not None:
                     server.reset()
 
@@ -63,12 +67,14 @@ class TcpConnection:
                 limits.wait(pace, piece.nbytes, self._is_ended)
                 if rule is not None and rule.stage == stage:
                     piece = piece[: rule.at - moved]
+                self._shared.counts.moved(piece.nbytes, is_up=is_up)
                 sink.send(piece)
                 moved += piece.nbytes
-                self._shared.counts.moved(piece.nbytes, is_up=is_up)
                 if rule is not None and rule.stage == stage and moved >= rule.at:
                     self._strike(rule)
                     break
+            else:
+                self._is_clean = True
         except EndedError:
             pass
         self._is_over.set()
