@@ -286,7 +286,9 @@ def _check_root(where: Places, root: str, options: Mapping[str, Any]) -> None:
     for orphan in find_orphans(
         catalog, memory_dirs=[f"{where.folder}/memory"], including_unknown=True
     ):
-        nameless = orphan.kind == "temp" and orphan.name.startswith((".run-", ".probe-"))  # whose, nothing says
+        nameless = orphan.kind == "temp" and orphan.name.startswith(
+            (".run-", ".probe-")
+        )  # whose, nothing says
         assert orphan.liveness == "dead" or nameless or _is_the_operators(catalog, orphan), orphan
         problem = remove_orphan(catalog, orphan, writer={})
         assert not problem, f"{orphan}: {problem}"

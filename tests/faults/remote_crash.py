@@ -89,8 +89,6 @@ NEEDS_HOST: Final = frozenset({"save, persist=False leaves memory"})
 
 def remote_crashes_of(name: str, remote: Remote, first: int, stride: int) -> list[Crash]:
     """End the lives of a scenario at requests `first`, `first + stride`, ... as long as there are any."""
-    state_of(1)
-    warm_client(remote.url)
     found = [remote_crash_at(name, remote, first)]
     while found[-1].was_killed:
         first += stride
@@ -101,6 +99,8 @@ def remote_crashes_of(name: str, remote: Remote, first: int, stride: int) -> lis
 def remote_crash_at(name: str, remote: Remote, at: int) -> Crash:
     """One life that ends at request `at` of its armed part, and the next one."""
     scenario = REMOTE_SCENARIOS[name]
+    state_of(1)  # what torch and clients import, children have then
+    warm_client(remote.url)
     url = f"{remote.url}/{secrets.token_hex(8)}"
     with places(url, remote.storage_options) as where:
         live_before(where, scenario, name)
