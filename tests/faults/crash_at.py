@@ -26,7 +26,6 @@ from shardstore.testing import (
 from shardstore.testing.forked import Ended
 from shardstore.testing.ops import Before
 from shardstore.tiers.base import RootTier
-from shardstore.tiers.disk import DiskTier
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.roots import open_root
 from tests.faults.clients import client_options

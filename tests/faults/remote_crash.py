@@ -15,7 +15,7 @@ import pytest
 from shardstore import SaveFailedError
 from shardstore.testing import CountingOps, kill_at, run_forked
 from tests.faults.clients import warm_client
-from tests.faults.crash_at import Crash, Places, telling, live_before, live_once, look, places
+from tests.faults.crash_at import Crash, Places, live_before, live_once, look, places, telling
 from tests.faults.lives import SCENARIOS, Life, Scenario, Told, state_of
 
 
