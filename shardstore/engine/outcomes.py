@@ -30,7 +30,6 @@ from shardstore.engine.session import Failure, PendingSave, Session, failure_of
 from shardstore.engine.transitions import lost, passed
 from shardstore.errors import SaveFailedError, ShardStoreError
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.addresses import is_url
 from shardstore.tiers.adoption import free_absent_ranks
 from shardstore.tiers.fileops import FileOps
 
@@ -301,18 +300,19 @@ class Outcomes:
         except (ShardStoreError, OSError) as error:
             session.warn("%s", error)
 
-
     def _close_late(self, catalog: Catalog, snapshot_id: SnapshotId) -> bool:
         """Close a register that could not be closed with the outcome; False if nothing may be removed.
 
         Remote registers stay for a day, so that there `torn` means: not closed. A manifest that was sent
         may still arrive then, and would commit what is removed.
         """
-        if not is_url(catalog.tier.location):
+        if not catalog.tier.keeps_index:
             return True
         session = self._session
         if not catalog.is_exclusive:
-            session.warn("%s is left to gc: nothing keeps its manifest from arriving late", snapshot_id)
+            session.warn(
+                "%s is left to gc: nothing keeps its manifest from arriving late", snapshot_id
+            )
             return False
         return catalog.abort(snapshot_id, reason="the save failed", writer=session.writer)
 

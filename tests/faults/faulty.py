@@ -39,7 +39,12 @@ class Faulty:
     def open(self, **options: Any) -> Stores:
         """A store on every rank."""
         ranks = Ranks(len(self.proxies))
-        given = {"memory": "64MiB", "timeout_s": TIMEOUT_S, "memory_dir": self.memory_dir, **options}
+        given = {
+            "memory": "64MiB",
+            "timeout_s": TIMEOUT_S,
+            "memory_dir": self.memory_dir,
+            **options,
+        }
 
         def one(rank: ThreadRank) -> SnapshotStore:
             return SnapshotStore(

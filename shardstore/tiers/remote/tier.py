@@ -130,7 +130,7 @@ class RemoteTier:
         """See RootTier: one listing of everything."""
         attempts: dict[SnapshotId, dict[str, Found]] = {}
         names = []
-        for key, entry in self._listing("", is_flat=True).objects.items():
+        for key, entry in self._run("list", "", self._look_at_all).objects.items():
             folder, slash, name = key.partition("/")
             snapshot_id = SnapshotId.parse(folder) if slash else None
             if not slash:
@@ -138,6 +138,19 @@ class RemoteTier:
             elif snapshot_id is not None and "/" not in name:
                 attempts.setdefault(snapshot_id, {})[name] = Found(entry.nbytes, entry.tag)
         return Survey(attempts, tuple(names))
+
+    def _look_at_all(self) -> Listing:
+        found = self._store.listing("", is_flat=True)
+        if not found.objects and self._store.entry(_run_key(1)) is not None:
+            # Nothing was ever saved here, says this; nobody may begin anew because of it.
+            raise Fault("broken", f"the listing is empty, and {_run_key(1)} is there")
+        return found
+
+    def _check_unlisted(self, key: str) -> None:
+        """Tell what is absent from what cannot be seen for a moment."""
+        folder, slash, _ = key.rpartition("/")
+        if key in self._store.listing(folder + slash, is_flat=False).objects:
+            raise Fault("broken", "it is listed, and not to be seen")
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -163,6 +176,7 @@ class RemoteTier:
         def look() -> Entry:
             entry = self._store.entry(key)
             if entry is None:
+                self._check_unlisted(key)
                 raise FileNotFoundError(f"there is no object {key}")
             return entry
 
@@ -232,6 +246,8 @@ class RemoteTier:
             try:
                 return bytes(buffer[: self._store.get(key, 0, buffer)])
             except FileNotFoundError:
+                if "/" in key:
+                    self._check_unlisted(key)
                 return None
 
         first = self._run("read", key, lambda: read(_FIRST_READ_NBYTES))
