@@ -86,7 +86,18 @@ class Catalog:
             return RootEntry(snapshot_id, "damaged", problem=str(error))
         if data is None:
             return RootEntry(snapshot_id, "torn")
-        return self._judge(snapshot_id, data)
+        return self._judge_twice(snapshot_id, data)
+
+    def _judge_twice(self, snapshot_id: SnapshotId, data: bytes) -> RootEntry:
+        """Read it once more where bytes may have become wrong on the way."""
+        found = self._judge(snapshot_id, data)
+        if found.state != "damaged" or not self.tier.keeps_index:
+            return found
+        try:
+            again = self.tier.read_manifest(snapshot_id)
+        except TierError:
+            again = None
+        return found if again in (None, data) else self._judge(snapshot_id, again)
 
     def _judge(self, snapshot_id: SnapshotId, data: bytes) -> RootEntry:
         source = f"{self.tier.name}: {self.tier.location}/{snapshot_id.name}/manifest.json"
@@ -129,7 +140,7 @@ class Catalog:
     def _register_in(self, snapshot_id: SnapshotId, data: bytes | None) -> Register | State:
         if data is None:
             return "torn"
-        return read_register(data, expect=snapshot_id) or self._judge(snapshot_id, data).state
+        return read_register(data, expect=snapshot_id) or self._judge_twice(snapshot_id, data).state
 
     def overview(self) -> Overview:
         """All attempts, their files and registers, in as few looks as the tier allows.
@@ -157,6 +168,10 @@ class Catalog:
                 problems[snapshot_id], unread[snapshot_id] = str(data), data
             elif data is not None:
                 register = read_register(data, expect=snapshot_id)
+                if register is None and self.tier.keeps_index:  # wrong on the way, perhaps
+                    again = self.tier.read_manifests([snapshot_id])[snapshot_id]
+                    if isinstance(again, bytes):
+                        register = read_register(again, expect=snapshot_id)
                 if register is None:
                     problems[snapshot_id] = self._judge(snapshot_id, data).problem
                 else:

@@ -293,8 +293,11 @@ class Outcomes:
                 assert session.on_disk is not None
                 session.on_disk.remove(save.id)
                 return
-            if session.catalog.state(save.id) in ("committed", "damaged"):
+            state = session.catalog.state(save.id)
+            if state in ("committed", "damaged"):
                 return  # whatever was told: nothing is taken from under a register
+            if state == "torn" and not self._close_late(session.catalog, save.id):
+                return
             if session.on_disk is not None:
                 session.on_disk.remove(save.id)
             session.catalog.tier.remove_shard(save.id, session.rank)
@@ -302,6 +305,22 @@ class Outcomes:
                 session.catalog.try_remove(save.id)
         except (ShardStoreError, OSError) as error:
             session.warn("%s", error)
+
+    def _close_late(self, catalog: Catalog, snapshot_id: SnapshotId) -> bool:
+        """Close a register that could not be closed with the outcome; False if nothing may be removed.
+
+        Remote registers stay for a day, so that there `torn` means: not closed. A manifest that was sent
+        may still arrive then, and would commit what is removed.
+        """
+        if not catalog.tier.keeps_index:
+            return True
+        session = self._session
+        if not catalog.is_exclusive:
+            session.warn(
+                "%s is left to gc: nothing keeps its manifest from arriving late", snapshot_id
+            )
+            return False
+        return catalog.abort(snapshot_id, reason="the save failed", writer=session.writer)
 
 
 def resolve(future: Future[T], value: T) -> None:

@@ -16,7 +16,7 @@ from shardstore.tiers.fileops import FileOps
 
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _MANIFEST_TEMP: Final = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}\.tmp")
-_RUN_TEMP: Final = re.compile(r"\.run-[0-9a-f]{8}\.json\.[0-9a-f]{8}\.tmp")
+_RUN_TEMP: Final = re.compile(r"\.run-[0-9a-f]{8}\.json\.[0-9a-f]{8}\.tmp|\.probe-[0-9a-f]{16}")
 _DELETED: Final = "deleted-"
 _AGAIN: Final = re.compile(r"\.[0-9a-f]{8}")
 _NOT_EMPTY: Final = (errno.ENOTEMPTY, errno.EEXIST)
@@ -30,7 +30,7 @@ def is_temp(name: str) -> bool:
 
 
 def is_run_temp(name: str) -> bool:
-    """Whether it is a run record that was being written to the root."""
+    """Whether it is a run record that was being written to the root, or what a run tried storage with."""
     return bool(_RUN_TEMP.fullmatch(name))
 
 

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardstore import CorruptSnapshotError, SnapshotStore, list_snapshots
 from shardstore.engine.catalog import Catalog
-from shardstore.engine.orphans import find_orphans, remove_orphan
+from shardstore.engine.orphans import Orphan, find_orphans, remove_orphan
 from shardstore.testing import (
     CountingOps,
     ThreadRank,
@@ -24,8 +25,10 @@ from shardstore.testing import (
 )
 from shardstore.testing.forked import Ended
 from shardstore.testing.ops import Before
-from shardstore.tiers.disk import DiskTier
+from shardstore.tiers.base import RootTier
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.roots import open_root
+from tests.faults.clients import client_options
 from tests.faults.lives import SCENARIOS, Act, Life, Scenario, Told, roots_of, state_of, version_of
 
 AFTER = 99
@@ -42,23 +45,40 @@ class Crash(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a job keeps its files: on the tmpfs, and on another file system."""
+    """Where a job keeps its files: on the tmpfs, and on another file system; and its root, if that is remote."""
 
     folder: str
     disk_folder: str
+    url: str = ""
+    storage_options: Mapping[str, Any] = MappingProxyType({})
+
+    def roots(self, scenario: Scenario) -> list[str]:
+        """Where a scenario's snapshots are."""
+        if self.url and scenario.options.get("root", True):
+            return [self.url]
+        return roots_of(self.folder, scenario.options, scenario.num_ranks)
+
+    def tier(self, root: str) -> RootTier:
+        """A root, looked at past the store."""
+        options = client_options(root, self.storage_options) if self.url else None
+        return open_root(root, FileOps(), storage_options=options, timeout_s=30.0)
 
 
 @contextmanager
-def places() -> Iterator[Places]:
-    """Fresh ones, removed afterwards."""
+def places(
+    url: str = "", storage_options: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Places]:
+    """Fresh ones, removed afterwards, but for a remote root."""
     found = Places(
         tempfile.mkdtemp(prefix="shardstore-test-", dir="/dev/shm"),
         tempfile.mkdtemp(prefix="shardstore-test-"),
+        url,
+        storage_options,
     )
     try:
         yield found
     finally:
-        for path in found:
+        for path in (found.folder, found.disk_folder):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -78,7 +98,7 @@ def crash_at(name: str, at: int) -> Crash:
     with places() as where:
         live_before(where, scenario, name)
         told = Told()
-        ended = _live(where, scenario, scenario.act, told, _telling(told, kill_at(at)))
+        ended = live_once(where, scenario, scenario.act, told, telling(told, kill_at(at)))
         what = f"{name}, ended at {at}, {told.operation}, in phase {told.phase}"
         assert not ended.error, f"{what}: {ended.error}"
         after = run_forked(lambda: look(where, scenario))
@@ -92,7 +112,7 @@ def crash_at(name: str, at: int) -> Crash:
 def live_before(where: Places, scenario: Scenario, name: str) -> None:
     """The lives that came before, each of which died."""
     for act, point in scenario.before:
-        ended = _live(where, scenario, act, Told(), _kill_at_last(point, scenario.num_ranks))
+        ended = live_once(where, scenario, act, Told(), _kill_at_last(point, scenario.num_ranks))
         assert not ended.error, f"{name}: the life before: {ended.error}"
 
 
@@ -108,7 +128,7 @@ def _kill_at_last(point: str, num_ranks: int) -> Before:
     return act
 
 
-def _telling(told: Told, before: Before) -> Before:
+def telling(told: Told, before: Before) -> Before:
     def act(name: str, number: int) -> None:
         told.operation = name
         before(name, number)
@@ -116,14 +136,24 @@ def _telling(told: Told, before: Before) -> Before:
     return act
 
 
-def _live(where: Places, scenario: Scenario, act: Act, told: Told, before: Before) -> Ended:
+def live_once(
+    where: Places,
+    scenario: Scenario,
+    act: Act,
+    told: Told,
+    before: Before,
+    *,
+    counting: type[CountingOps] = CountingOps,
+) -> Ended:
+    """A life in a forked child."""
+
     def live() -> None:
-        ops = CountingOps(before, count_reads=scenario.count_reads)
+        ops = counting(before, count_reads=scenario.count_reads)
         all_there = threading.Barrier(scenario.num_ranks)
 
         def one(rank: ThreadRank | None) -> None:
             number = rank.rank if rank else 0
-            act(Life(*where, ops, told, scenario.options, rank, all_there, number))
+            act(Life(*where, ops, told, scenario.options, rank, all_there, number, scenario.numel))
 
         on_ranks(scenario.num_ranks, one)
 
@@ -137,8 +167,9 @@ def on_ranks(num_ranks: int, function: Callable[[ThreadRank | None], Any]) -> li
 
 def look(where: Places, scenario: Scenario) -> int | None:
     """The next life: which version it restores. It lists, restores, saves and leaves nothing behind."""
-    roots = roots_of(where.folder, scenario.options, scenario.num_ranks)
-    committed = [info for root in roots for info in list_snapshots(root)]
+    roots = where.roots(scenario)
+    options = client_options(where.url, where.storage_options) if where.url else None
+    committed = [info for root in roots for info in list_snapshots(root, storage_options=options)]
     assert committed or not scenario.is_listed, (
         "the old one went before its successor was committed"
     )
@@ -147,9 +178,11 @@ def look(where: Places, scenario: Scenario) -> int | None:
 
     def one(rank: ThreadRank | None) -> int | None:
         number = rank.rank if rank else 0
-        life = Life(*where, CountingOps(), Told(), scenario.options, rank, all_there, number)
+        life = Life(
+            *where, CountingOps(), Told(), scenario.options, rank, all_there, number, scenario.numel
+        )
         store = life.open()
-        live = state_of(AFTER + 1, life.number)
+        live = life.state(AFTER + 1)
         report = store.restore(live, required=False)
         restored = version_of(live, life.number) if report else None
         if report is None:
@@ -157,11 +190,11 @@ def look(where: Places, scenario: Scenario) -> int | None:
             assert not committed, f"{committed} are listed, but nothing is found"
         _compare_listing(life, store, None if report is None else report.id)
         for version in scenario.always:
-            live = state_of(AFTER + 1, life.number)
+            live = life.state(AFTER + 1)
             store.restore(live, step=version)
             assert version_of(live, life.number) == version
         life.commit(store, AFTER)
-        live = state_of(AFTER + 1, life.number)
+        live = life.state(AFTER + 1)
         assert store.restore(live).step == AFTER
         assert version_of(live, life.number) == AFTER
         store.close()
@@ -174,7 +207,7 @@ def look(where: Places, scenario: Scenario) -> int | None:
         on_ranks(scenario.num_ranks, lambda rank: _open_and_close(where, scenario, rank))
     _check_nothing_is_left(where)
     for root in roots:
-        _check_root(where, Path(root), scenario.options)
+        _check_root(where, root, scenario.options)
     result: int | None = found[0]
     return result
 
@@ -199,6 +232,25 @@ def look_for_values(where: Places, scenario: Scenario) -> int | None:
     return version_of(live) if report else None
 
 
+def _is_the_operators(catalog: Catalog, orphan: Orphan) -> bool:
+    """Whether nobody else may say that its run is dead."""
+    record = None if orphan.run is None else catalog.run_record(orphan.run)
+    return record is not None and not record.is_exclusive
+
+
+def _names_in(root: Path) -> set[str]:
+    return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+
+
+def _names_in_remote(catalog: Catalog) -> set[str]:
+    """What is not there by design: the index, and registers of what is gone, which stay for a day."""
+    survey, overview = catalog.tier.survey(), catalog.overview()
+    names = {f"{i.name}/{name}" for i, found in survey.attempts.items() for name in found}
+    names |= {name for name in survey.names if not name.startswith("index-")}
+    closed = (i for i in survey.attempts if overview.state(i) == "aborted")
+    return names - {f"{i.name}/manifest.json" for i in closed}
+
+
 def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> None:
     """What is listed can be restored by its step, and nothing listed is newer than what was restored."""
     listed = store.snapshots()
@@ -208,7 +260,7 @@ def _compare_listing(life: Life, store: SnapshotStore, newest: str | None) -> No
         listed = [i for i in listed if all(i.id in [o.id for o in found] for found in everywhere)]
     by_step = {info.step: info for info in listed}
     for step, info in by_step.items():
-        live = state_of(AFTER + 1, life.number)
+        live = life.state(AFTER + 1)
         report = store.restore(live, step=step)
         assert report.id == info.id
         assert isinstance(info.metadata, Mapping)
@@ -228,22 +280,25 @@ def _check_nothing_is_left(where: Places) -> None:
     assert all(name.endswith((".safetensors", ".complete")) for name in on_disk), on_disk
 
 
-def _check_root(where: Places, root: Path, options: Mapping[str, Any]) -> None:
-    catalog = Catalog(DiskTier(str(root), name="root", ops=FileOps()))
+def _check_root(where: Places, root: str, options: Mapping[str, Any]) -> None:
+    catalog = Catalog(where.tier(root))
     for orphan in find_orphans(
         catalog, memory_dirs=[f"{where.folder}/memory"], including_unknown=True
     ):
-        nameless = orphan.kind == "temp" and orphan.name.startswith(".run-")  # whose, nothing says
-        assert orphan.liveness == "dead" or nameless, orphan
+        nameless = orphan.kind == "temp" and orphan.name.startswith(
+            (".run-", ".probe-")
+        )  # whose, nothing says
+        assert orphan.liveness == "dead" or nameless or _is_the_operators(catalog, orphan), orphan
         problem = remove_orphan(catalog, orphan, writer={})
         assert not problem, f"{orphan}: {problem}"
+    assert not catalog.tier.list_unfinished()
     whole = set()
     for register in catalog.committed():
         ranks = register.ranks_here
         whole |= {f"{register.id.name}/{name}" for name in ("manifest.json",)}
         whole |= {f"{register.id.name}/rank-{rank:05d}.safetensors" for rank in ranks}
         whole |= {f"{register.id.name}/pinned"} if catalog.is_pinned(register.id) else set()
-    left = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    left = _names_in_remote(catalog) if where.url else _names_in(Path(root))
     strange = {name for name in left - whole if not name.startswith("run-")}
     assert whole <= left
     assert not strange, f"gc left {strange}"

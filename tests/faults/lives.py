@@ -14,6 +14,7 @@ from torch import nn
 from shardstore import SnapshotStore
 from shardstore.engine.handle import Snapshot
 from shardstore.testing import CountingOps, ThreadRank, use_ops
+from tests.faults.clients import client_options
 
 _NAME_BYTES = 200
 
@@ -41,7 +42,11 @@ class Told:
         self._memory[1:] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
-def state_of(version: int, rank: int = 0) -> dict[str, Any]:
+NUMEL = 5001
+"""Of the largest tensor, as a rule."""
+
+
+def state_of(version: int, rank: int = 0, numel: int = NUMEL) -> dict[str, Any]:
     """A state every bit of which says which version it is."""
     chance = torch.Generator().manual_seed(1000 * version + rank)
     model = nn.Linear(30, 40, bias=False)
@@ -52,7 +57,7 @@ def state_of(version: int, rank: int = 0) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer,
-        "w": torch.randn(5001, generator=chance),
+        "w": torch.randn(numel, generator=chance),
         "b": torch.randint(0, 255, (77 + rank,), dtype=torch.uint8, generator=chance),
         "progress": {"version": version, "ratio": version / 7, "rank": rank},
     }
@@ -61,7 +66,7 @@ def state_of(version: int, rank: int = 0) -> dict[str, Any]:
 def version_of(state: dict[str, Any], rank: int = 0) -> int:
     """Which version all of a state is, bit for bit."""
     version: int = state["progress"]["version"]
-    expected = state_of(version, rank)
+    expected = state_of(version, rank, state["w"].numel())
     assert state["progress"] == expected["progress"]
     for mine, theirs in zip(_tensors(state), _tensors(expected), strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (
@@ -82,6 +87,9 @@ class Life:
 
     folder: str
     disk_folder: str
+    url: str
+    """Of the root; empty: it is a folder."""
+    storage_options: Mapping[str, Any]
     ops: CountingOps
     told: Told
     options: Mapping[str, Any]
@@ -90,6 +98,7 @@ class Life:
     """Of the ranks."""
     number: int = 0
     """Of this rank."""
+    numel: int = NUMEL
 
     def arm(self) -> None:
         """Count operations from here on, once every rank has come here."""
@@ -99,9 +108,11 @@ class Life:
 
     def open(self) -> SnapshotStore:
         options = {"memory": "1MiB", "timeout_s": 10.0, "name": "job", "root": True, **self.options}
-        root = f"{self.folder}/root" if options.pop("root") else None
+        root = (self.url or f"{self.folder}/root") if options.pop("root") else None
         if options.get("shared") is False:
             root = f"{self.folder}/root-{self.number}"
+        if self.url:
+            options["storage_options"] = client_options(self.url, self.storage_options)
         if options.get("disk"):
             options["disk"] = f"{self.disk_folder}/disk"
         memory_dir = Path(self.folder) / "memory"
@@ -109,12 +120,16 @@ class Life:
         with use_ops(self.ops):
             return SnapshotStore(root, memory_dir=memory_dir, process_group=self.rank, **options)
 
+    def state(self, version: int) -> dict[str, Any]:
+        """Of this rank."""
+        return state_of(version, self.number, self.numel)
+
     def save(
         self, store: SnapshotStore, version: int, *, step: int | None = None, **options: Any
     ) -> Snapshot:
         """Begin to save a version, at the step of its number or another one."""
         step = version if step is None else step
-        state = state_of(version, self.number)
+        state = self.state(version)
         return store.save(state, step=step, metadata={"version": version}, **options)
 
     def commit(self, store: SnapshotStore, version: int, **options: Any) -> None:
@@ -155,6 +170,7 @@ class Scenario:
     num_ranks: int = 1
     """Threads of one process: all die at once."""
     count_reads: bool = False
+    numel: int = NUMEL
     is_listed: bool = True
     """The root lists a snapshot at every moment (G6), as one was committed there before."""
 
@@ -249,7 +265,7 @@ def _restore(life: Life) -> None:
     life.commit(store, 1)
     life.commit(store, 2)
     life.arm()
-    live = state_of(9, life.number)
+    live = life.state(9)
     store.restore(live)
     assert version_of(live, life.number) == 2
 
@@ -257,7 +273,7 @@ def _restore(life: Life) -> None:
 def _open_and_restore(life: Life) -> None:
     life.arm()
     store = life.open()
-    store.restore(state_of(9, life.number))
+    store.restore(life.state(9))
     life.ops.disarm()
 
 

@@ -117,7 +117,8 @@ def state_of(step: int, rank: int, numel: int) -> dict[str, Any]:
 
 def step_of(live: dict[str, Any], rank: int) -> int:
     """The step of which every element is."""
-    seen = {*live["w"].tolist(), *live["rows"].reshape(-1).tolist()}
+    w = live["w"]
+    seen = {w.min().item(), w.max().item(), *live["rows"].reshape(-1).tolist()}
     seen.add(float(100 * live["step"]["n"] + rank))
     assert len(seen) == 1, f"rank {rank}: a mixture of {seen}"
     return int(seen.pop() - rank) // 100

@@ -57,7 +57,12 @@ class RemoteReader:
         store = self._requests.store
 
         def request() -> None:
-            got = store.get(self._key, start, into)
+            try:
+                got = store.get(self._key, start, into)
+            except FileNotFoundError as error:
+                if store.entry(self._key) is None:
+                    raise
+                raise Fault("broken", "it is there, and cannot be read") from error
             if got != len(into):
                 raise Fault(
                     "broken",

@@ -48,9 +48,17 @@ class Records:
             try:
                 return bytes(buffer[: self._store.get(key, 0, buffer)])
             except FileNotFoundError:
+                if "/" in key:
+                    self.check_unlisted(key)
                 return None
 
         return read
+
+    def check_unlisted(self, key: str) -> None:
+        """Tell what is absent from what cannot be seen for a moment, which is a Fault that passes. One attempt."""
+        folder, slash, _ = key.rpartition("/")
+        if key in self._store.listing(folder + slash, is_flat=False).objects:
+            raise Fault("broken", "it is listed, and not to be seen")
 
     def create(self, key: str, data: bytes, operation: str, *, is_exclusive: bool | None) -> bytes:
         """Create an object unless it is there; returns what it holds then, ours or another's.

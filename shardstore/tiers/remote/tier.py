@@ -143,7 +143,7 @@ class RemoteTier:
         """See RootTier: one listing of everything."""
         attempts: dict[SnapshotId, dict[str, Found]] = {}
         names = []
-        for key, entry in self._listing("", is_flat=True).objects.items():
+        for key, entry in self._run("list", "", self._look_at_all).objects.items():
             folder, slash, name = key.partition("/")
             snapshot_id = SnapshotId.parse(folder) if slash else None
             if not slash:
@@ -151,6 +151,13 @@ class RemoteTier:
             elif snapshot_id is not None and "/" not in name:
                 attempts.setdefault(snapshot_id, {})[name] = Found(entry.nbytes, entry.tag)
         return Survey(attempts, tuple(names))
+
+    def _look_at_all(self) -> Listing:
+        found = self._store.listing("", is_flat=True)
+        if not found.objects and self._store.entry(_run_key(1)) is not None:
+            # Nothing was ever saved here, says this; nobody may begin anew because of it.
+            raise Fault("broken", f"the listing is empty, and {_run_key(1)} is there")
+        return found
 
     def list_ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is here, sorted."""
@@ -176,6 +183,7 @@ class RemoteTier:
         def look() -> Entry:
             entry = self._store.entry(key)
             if entry is None:
+                self._records.check_unlisted(key)
                 raise FileNotFoundError(f"there is no object {key}")
             return entry
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from shardstore.errors import TierError
-from shardstore.tiers.remote.objects import PartUpload
+from shardstore.errors import TierError, without_frames
+from shardstore.tiers.remote.faults import Fault
+from shardstore.tiers.remote.objects import Entry, PartUpload
 from shardstore.tiers.remote.requests import Requests
 
 _MAX_IN_FLIGHT: Final = 192 << 20
@@ -37,6 +39,8 @@ class RemoteWriter:
         )
         self._lock = threading.Lock()
         self._upload: PartUpload | None = None
+        self._failed: TierError | None = None
+        """Why it could not be begun: parts that wait for that fail with it, and do not try for as long again."""
         self._partial: dict[int, tuple[bytearray, int]] = {}
         """By part: its bytes so far, and how many have come."""
         self._is_over = False
@@ -95,15 +99,21 @@ class RemoteWriter:
 
     def _begun(self) -> PartUpload:
         with self._lock:
+            if self._failed is not None:
+                raise without_frames(copy.copy(self._failed))
             if self._upload is None:
                 store = self._requests.store
-                self._upload = self._requests.run(
-                    "write",
-                    self._key,
-                    lambda: store.begin(self._key, self._nbytes, self.piece_bytes),
-                    changes=True,
-                    is_behind=True,
-                )
+                try:
+                    self._upload = self._requests.run(
+                        "write",
+                        self._key,
+                        lambda: store.begin(self._key, self._nbytes, self.piece_bytes),
+                        changes=True,
+                        is_behind=True,
+                    )
+                except TierError as error:
+                    self._failed = error
+                    raise
             return self._upload
 
     def publish(self) -> None:
@@ -116,12 +126,19 @@ class RemoteWriter:
         requests, store = self._requests, self._requests.store
         upload = self._begun()
         requests.run("write", self._key, upload.complete, changes=True, is_behind=True)
-        entry = requests.run("confirm", self._key, lambda: store.entry(self._key), is_behind=True)
-        if entry is None or entry.nbytes != self._nbytes:
-            found = "nothing" if entry is None else f"{entry.nbytes:,} bytes"
+
+        def look() -> Entry:
+            entry = store.entry(self._key)
+            if entry is None:  # some stores show late what they have taken
+                raise Fault("broken", "it was written, and is not to be seen")
+            return entry
+
+        entry = requests.run("confirm", self._key, look)
+        if entry.nbytes != self._nbytes:
             where = requests.where(self._key)
             raise TierError(
-                f"root: {where} was written with {self._nbytes:,} bytes, and the store has {found}",
+                f"root: {where} was written with {self._nbytes:,} bytes, and the store has "
+                f"{entry.nbytes:,} bytes",
                 tier="root", key=where, operation="confirm",
             )  # fmt: skip
         self._is_over = True
