@@ -24,6 +24,7 @@ from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.marks import marks_among
+from shardstore.tiers.remote.faults import Fault
 from shardstore.tiers.remote.objects import Entry, Listing
 from shardstore.tiers.remote.reader import RemoteReader
 from shardstore.tiers.remote.records import Records
