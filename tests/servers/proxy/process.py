@@ -71,7 +71,7 @@ class Listener:
                         target=self._serve, args=(sock, self._age), daemon=True
                     )
                     self._threads.add(thread)
-                thread.start()
+                    thread.start()  # before anybody may join it
 
     def _serve(self, sock: socket.socket, age: int) -> None:
         def is_ended() -> bool:
