@@ -63,6 +63,7 @@ class Leaver:
         error = self._failures.rest()
         timeout_s = self._session.timeout_s
         self._pipeline.stop(timeout_s=timeout_s)
+        keep_memory = keep_memory or self._has_only_copy()
         unmarked = [] if keep_memory else self._session.memory.unmark()
         clean = self._session.coordinator.close(timeout_s)
         must_keep = keep_memory or not clean or self._session.is_ending
@@ -70,6 +71,21 @@ class Leaver:
             self._mark_again(unmarked)
         self._give_back(keep_memory=must_keep)
         return error
+
+    def _has_only_copy(self) -> bool:
+        """Whether the newest that this run saved for good is in memory alone, as after an outage of the root."""
+        session = self._session
+        newest = session.memory.newest_complete
+        if newest is None or newest.run != session.run or session.memory.folder is None:
+            return False
+        is_here = newest in session.memory.ids() and not session.memory.is_kept(newest)
+        if not session.has_outer or not is_here or session.memory.is_safe(newest):
+            return False
+        session.warn(
+            "%s stays in memory: it is not on the %s. A restart restores it from there",
+            newest, session.outermost.tier,
+        )  # fmt: skip
+        return True
 
     def _close_in_time(self) -> SaveFailedError | None:
         session = self._session

@@ -182,7 +182,7 @@ class Outcomes:
         self._ops.point("remove orphans")
         for orphan in find_orphans(catalog, memory_dirs=(), held=session.held):
             is_older = orphan.run is not None and orphan.run < session.run
-            if orphan.kind == "torn" and orphan.may_go and is_older:
+            if orphan.kind in ("torn", "temp") and orphan.may_go and is_older:
                 problem = remove_orphan(catalog, orphan, writer=session.writer)
                 if problem:
                     session.warn("%s stays on the root for now: %s", orphan.path, problem)

@@ -312,14 +312,15 @@ def test_a_listing_rides_out_faults_or_says_what_fails(saved: Faulty) -> None:
     empty = (
         "<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
     )
-    for order in (
+    orders: tuple[Callable[[], Fault], ...] = (
         lambda: proxy.reset(times=1),
         lambda: proxy.answer(503, "SlowDown", times=1),
         lambda: proxy.short(20, path=LISTING, times=1),
         lambda: proxy.answer(200, body=empty, path=LISTING, times=1),
         lambda: proxy.hide(path=MANIFEST, times=1),
         lambda: proxy.flip(300, path=MANIFEST, times=1),
-    ):
+    )
+    for order in orders:
         fault = order()
         assert [info.step for info in list_snapshots(saved.url, storage_options=options)] == [1, 2]
         assert fault.hits <= 1

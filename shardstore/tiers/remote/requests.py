@@ -109,6 +109,7 @@ class Requests:
         *,
         changes: bool = False,
         is_behind: bool = False,
+        is_answer: bool = True,
         needed_bytes: int = 0,
     ) -> T:
         """Make one request, and again while its faults may pass.
@@ -119,6 +120,7 @@ class Requests:
             request: One attempt; raises Fault.
             changes: Whether it changes what is stored: tests count those.
             is_behind: Whether training goes on meanwhile.
+            is_answer: Its success shows that the store works; False where the client may not ask it.
             needed_bytes: For the message where there is no space.
 
         Raises:
@@ -149,7 +151,8 @@ class Requests:
             raise
         except OSError as error:
             self.raise_translated(error, operation, key, needed_bytes)
-        self._note_answer()
+        if is_answer:
+            self._note_answer()
         return answer
 
     def _once(self, operation: str, key: str, request: Callable[[], T], changes: bool) -> T:

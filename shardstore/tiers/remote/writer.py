@@ -30,6 +30,8 @@ class RemoteWriter:
         self._key = key
         self._nbytes = nbytes
         self.piece_bytes = store.part_bytes(nbytes)
+        self._has_parts = nbytes > self.piece_bytes
+        """One part alone may be kept by the client until the end."""
         self.is_aligned = True
         self.is_in_order = store.is_in_order
         self.num_parallel = (
@@ -94,6 +96,7 @@ class RemoteWriter:
             lambda: upload.put(index, part),
             changes=True,
             is_behind=True,
+            is_answer=self._has_parts,
             needed_bytes=self._nbytes,
         )
 
@@ -110,6 +113,7 @@ class RemoteWriter:
                         lambda: store.begin(self._key, self._nbytes, self.piece_bytes),
                         changes=True,
                         is_behind=True,
+                        is_answer=self._has_parts,
                     )
                 except TierError as error:
                     self._failed = error
