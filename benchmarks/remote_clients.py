@@ -27,7 +27,7 @@ class Place:
     """Where to, and how much."""
 
     kind: str
-    """s3 or sftp."""
+    """s3, moto or sftp."""
     url: str
     options: Mapping[str, Any]
     nbytes: int
@@ -153,7 +153,8 @@ class Default(Client):
         options = dict(self.place.options)
         if self.place.kind == "sftp":
             options["host"] = host
-        self.fs: Any = fsspec.filesystem(self.place.kind, skip_instance_cache=True, **options)
+        protocol = "sftp" if self.place.kind == "sftp" else "s3"
+        self.fs: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
         folder = f"/{path}" if self.place.kind == "sftp" else f"{host}/{path}"
         self.fs.makedirs(folder, exist_ok=True)  # and so it has connected
         self.path = f"{folder}/default"
@@ -219,6 +220,7 @@ class Store(Client):
             memory_dir=self.place.folder, keep=1, storage_options=self.place.options,
         )  # fmt: skip
         if way == "upload":
+            self.store.warmup(self.state)
             self.store.save({"w": torch.zeros(1)}, step=0).wait()
         self.store.drain()
 
@@ -232,8 +234,8 @@ class Store(Client):
 
     @staticmethod
     def own_bytes(nbytes: int, way: str) -> int:
-        """The slot, and after a save the one that is made ready for the next."""
-        return nbytes if way == "download" else 2 * nbytes
+        """The slot that a download goes to; those of saves are there before."""
+        return nbytes if way == "download" else 0
 
     def close(self) -> None:
         """See Client."""
@@ -242,5 +244,6 @@ class Store(Client):
 
 OF_KIND: dict[str, tuple[type[Client], ...]] = {
     "s3": (Bare, Default, Tier, Store),
+    "moto": (Bare, Default, Tier, Store),
     "sftp": (Tier, Default, Store),
 }

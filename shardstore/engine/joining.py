@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -16,11 +14,9 @@ from shardstore.engine.liveness import RootClass, RunRecord, folder_identity
 from shardstore.engine.peers import Peers
 from shardstore.engine.session import Session
 from shardstore.engine.steward import Steward
+from shardstore.engine.waiting import VISIBLE_WAIT_S, wait_until
 from shardstore.errors import ShardStoreError, TierError
 from shardstore.format.records import SnapshotId
-
-VISIBLE_WAIT_S: Final = 30.0
-"""How long another host may take to show a new file (NFS attribute caches)."""
 
 _MAX_ROUNDS: Final = 50
 """Of claims: each time another job was faster, or two hosts turned out to see one root."""
@@ -260,19 +256,6 @@ def _decide_claims(roots: _Roots, values: list[bytes]) -> bytes:
     hosts = {c.first: c.host for c in roots.classes}
     classes = tuple(RootClass(hosts[first], tuple(sorted(r))) for first, r in merged.items())
     return msgspec.json.encode(_Roots(classes, roots.run + 1))
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask again and again, ever more rarely; False if it is not so in time."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    delay_s = 0.01
-    while not is_so():
-        if time.monotonic() >= deadline:
-            return False
-        pause.wait(delay_s)
-        delay_s = min(1.0, delay_s * 2)
-    return True
 
 
 def _tell(session: Session) -> None:

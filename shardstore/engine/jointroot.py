@@ -24,8 +24,8 @@ from shardstore.engine.farshard import FarShard
 from shardstore.engine.peers import Peers, Question, View
 from shardstore.engine.steward import close_register, publish_part, view_of
 from shardstore.errors import TierError
-from shardstore.format.manifest import MANIFEST_NAME, decode_manifest, shard_file_name
-from shardstore.format.marks import Mark, mark_file
+from shardstore.format.manifest import MANIFEST_NAME, decode_manifest
+from shardstore.format.marks import Mark
 from shardstore.format.records import Manifest, SnapshotId
 from shardstore.tiers.base import Found, RootTier, ShardReader, ShardWriter, Survey
 
@@ -100,7 +100,7 @@ class JointTier:
 
     def places(self, snapshot_id: SnapshotId) -> dict[int, tuple[int, ...]]:
         """Whose files are on which root, by its first rank; rank 0's own root is 0."""
-        found = {rank: view.ranks for rank, view in self._views(snapshot_id).items()}
+        found = {rank: tuple(view.ranks) for rank, view in self._views(snapshot_id).items()}
         return {0: tuple(self.own.list_ranks(snapshot_id)), **found}
 
     def is_half_committed(self, snapshot_id: SnapshotId) -> bool:
@@ -120,9 +120,7 @@ class JointTier:
         for snapshot_id in {*own.attempts, *scan.ids}:
             names = {*own.attempts.get(snapshot_id, ())}
             for view in scan.of(snapshot_id).values():
-                names.update(map(shard_file_name, view.ranks), map(mark_file, view.marks))
-                if view.state != "torn":
-                    names.add(MANIFEST_NAME)
+                names.update(view.names)
             attempts[snapshot_id] = dict.fromkeys(names, Found(-1))
         return Survey(attempts, own.names)
 

@@ -16,6 +16,7 @@ from shardstore.engine.ranks import header_in_job
 from shardstore.engine.sealed import SealedShard
 from shardstore.engine.shared import SharedShard, whole_layout
 from shardstore.engine.verify import Verifier
+from shardstore.engine.waiting import VISIBLE_WAIT_S, wait_until
 from shardstore.errors import (
     CorruptSnapshotError,
     FormatError,
@@ -141,9 +142,14 @@ def proves_damage(problems: Sequence[ShardStoreError], candidate: Candidate) -> 
 def _read_manifest(session: Session, candidate: Candidate) -> Manifest | None:
     if not candidate.is_committed or session.catalog is None:
         return None
-    entry = session.catalog.entry(candidate.id)
+    catalog = session.catalog
+    entry = catalog.entry(candidate.id)
     if session.classes and entry.state == "torn":
         return None  # committed on another host's root; the header says what this file is
+    if entry.state == "torn":  # rank 0 has seen it: here it may take a moment
+        patience_s = min(VISIBLE_WAIT_S, session.timeout_s / 4)
+        wait_until(lambda: catalog.state(candidate.id) != "torn", patience_s)
+        entry = catalog.entry(candidate.id)
     if entry.manifest is None or entry.state != "committed":
         raise CorruptSnapshotError(
             f"{candidate.id}: the manifest that rank 0 read is {entry.state} here. {entry.problem}",

@@ -60,8 +60,7 @@ class Overview:
 
     def ranks(self, snapshot_id: SnapshotId) -> list[int]:
         """Ranks whose shard is there, sorted."""
-        names = self.names.get(snapshot_id, {})
-        return sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name)))
+        return ranks_among(self.names.get(snapshot_id, {}))
 
     def marks(self, snapshot_id: SnapshotId) -> frozenset[Mark]:
         """Marks beside an attempt."""
@@ -84,6 +83,11 @@ class Overview:
         if any(found.nbytes < 0 for found in names.values()):
             return None
         return {name: found.nbytes for name, found in names.items()}
+
+
+def ranks_among(names: Iterable[str]) -> list[int]:
+    """Ranks whose shard is among the files of an attempt, sorted."""
+    return sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name)))
 
 
 def needed_ranks(register: Register, *, spans_hosts: bool) -> set[int]:

@@ -14,11 +14,12 @@ import msgspec
 
 from shardstore.cluster.coordination import Coordinator, Stopped
 from shardstore.engine.liveness import RootClass
-from shardstore.engine.overview import State
+from shardstore.engine.overview import State, ranks_among
 from shardstore.errors import CoordinationError, TierError
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
+from shardstore.tiers.marks import marks_among
 
 _AGAIN_S: Final = 1.0
 """How long one that did not answer before is waited for."""
@@ -69,10 +70,19 @@ class View(msgspec.Struct, frozen=True):
     id: SnapshotId
     state: State
     """`torn` where there is no register, be there files or not."""
-    ranks: tuple[int, ...] = ()
-    """Whose files are there."""
-    marks: frozenset[Mark] = frozenset()
+    names: tuple[str, ...] = ()
+    """Of all files in its folder."""
     has_folder: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose files are there."""
+        return ranks_among(self.names)
+
+    @property
+    def marks(self) -> frozenset[Mark]:
+        """Marks that are there."""
+        return marks_among(self.names)
 
 
 def question_key(name: str, number: int) -> str:

@@ -9,10 +9,8 @@ import msgspec
 
 from shardstore.engine.catalog import Catalog
 from shardstore.engine.joining import (
-    VISIBLE_WAIT_S,
     agree_on_roots,
     complete_commits,
-    wait_until,
 )
 from shardstore.engine.latepublish import publish_late
 from shardstore.engine.liveness import RootClass, RunRecord, entered, record_of_this
@@ -20,6 +18,7 @@ from shardstore.engine.marking import keep_pins
 from shardstore.engine.otherjobs import find_other_jobs
 from shardstore.engine.session import Session
 from shardstore.engine.transitions import tell
+from shardstore.engine.waiting import VISIBLE_WAIT_S, wait_until
 from shardstore.errors import ShardStoreError, TierError, without_frames
 from shardstore.format.records import SnapshotId
 

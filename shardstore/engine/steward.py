@@ -160,10 +160,7 @@ def _do_to(catalog: Catalog, snapshot_id: SnapshotId, question: Question) -> obj
 def _views_of_all(catalog: Catalog) -> list[View]:
     """What a root has of every attempt, in one look."""
     found = catalog.overview()
-    return [
-        View(i, found.state(i), tuple(found.ranks(i)), found.marks(i), has_folder=True)
-        for i in found.ids
-    ]
+    return [View(i, found.state(i), tuple(found.names[i]), has_folder=True) for i in found.ids]
 
 
 def view_of(catalog: Catalog, snapshot_id: SnapshotId) -> View:
@@ -172,11 +169,10 @@ def view_of(catalog: Catalog, snapshot_id: SnapshotId) -> View:
     Raises:
         TierError: The folder cannot be listed.
     """
-    tier = catalog.tier
-    state = catalog.state(snapshot_id)
-    ranks, marks = tier.list_ranks(snapshot_id), tier.marks(snapshot_id)
-    has_folder = bool(ranks or marks or state != "torn") or snapshot_id in tier.list_ids()
-    return View(snapshot_id, state, tuple(ranks), marks, has_folder)
+    tier, state = catalog.tier, catalog.state(snapshot_id)
+    names = tuple(name for name, _ in tier.list_names(snapshot_id.name))
+    has_folder = bool(names) or state != "torn" or snapshot_id in tier.list_ids()
+    return View(snapshot_id, state, names, has_folder)
 
 
 def publish_part(catalog: Catalog, manifest: Manifest) -> bytes | None:

@@ -153,7 +153,7 @@ def test_what_close_raises_fails_the_save(
 
 
 @on(fakes.ShortFileSystem)
-@pytest.mark.parametrize("can_remove", [True, False])
+@pytest.mark.parametrize("can_remove", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_write_that_raises_in_the_middle_leaves_nothing_that_counts(
     root: str, can_remove: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

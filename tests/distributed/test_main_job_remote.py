@@ -81,7 +81,7 @@ def _restart(rank: int, folder: str, *where: Any) -> dict[str, Any]:
         ("s3_server", True),
         pytest.param("s3_server", False, marks=pytest.mark.nightly),
         pytest.param("deviant_s3_server", True, marks=pytest.mark.nightly),
-        ("sftp_server", False),
+        pytest.param("sftp_server", False, marks=pytest.mark.nightly),
     ],
 )
 def test_training_restored_from_the_root_alone_equals_training_without_interruption(

@@ -211,7 +211,7 @@ def test_an_endpoint_that_is_not_there_is_warned_of_and_memory_is_used(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {**plain_options(free_port())}
-    host = Host(Path(folder, "memory"), None, "s3://bucket/run", options, {"timeout_s": 3.0})
+    host = Host(Path(folder, "memory"), None, "s3://bucket/run", options, {"timeout_s": 1.5})
     stores = host.open()
     assert "only what is near can be restored" in caplog.text
     with pytest.raises(ShardStoreError, match="unreachable"):

@@ -113,7 +113,7 @@ def test_a_wrong_url_is_told_with_what_may_have_been_meant(
         assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("how", ["variable", "file"])
+@pytest.mark.parametrize("how", ["variable", pytest.param("file", marks=pytest.mark.nightly)])
 def test_fsspec_s_configuration_reaches_the_client(
     root: str, s3_server: MotoServer, tmp_path: Path, how: str
 ) -> None:

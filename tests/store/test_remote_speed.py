@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.remote import measure
-from benchmarks.remote_clients import Bare, Default, Place, Store, Tier
+from benchmarks.remote import measure, quick_s3
+from benchmarks.remote_clients import Bare, Default, Store, Tier
 from shardstore import SnapshotStore
 from tests.servers.proxy import Proxy
 from tests.servers.s3 import MotoServer
@@ -75,13 +76,12 @@ def test_a_save_and_a_restore_are_three_times_as_fast_as_one_connection(
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["upload", "download"])
-def test_256_mib_at_40_mb_per_connection_are_four_times_one_connection_and_the_default_client(
-    s3_server: MotoServer, folder: str, way: str
+def test_256_mib_at_40_mb_per_connection_are_four_times_one_connection(
+    folder: str, way: str
 ) -> None:
-    """Or, where server, proxy and client share few cores, nearly what bare requests reach there."""
-    with Proxy(s3_server.port) as proxy:
-        place = Place("s3", s3_server.fresh(), s3_server.options_at(proxy.port), 256 * MIB, folder)
-        proxy.limit(per_connection=40e6, delay_s=0.01)
+    """s3fs uses several connections itself there; on a machine that is busy bare requests are the measure."""
+    with quick_s3(40e6) as found:
+        place = replace(found, nbytes=256 * MIB, folder=folder)
         if way == "download":
             for client in (Bare, Default, Tier, Store):
                 measure(client, "upload", place, with_memory=False)
@@ -92,8 +92,23 @@ def test_256_mib_at_40_mb_per_connection_are_four_times_one_connection_and_the_d
             for client in (Bare, Default, Tier, Store)
         }
         memory = measure(Store, way, place, with_memory=True).peak_bytes
-    one_s = place.nbytes / 40e6
     for ours in (Tier, Store):
-        assert seconds[ours] <= max(one_s / 4, seconds[Bare] / 0.75)
-        assert seconds[ours] <= max(seconds[Default] / 4, seconds[Bare] / 0.75)
+        assert seconds[ours] <= max(place.nbytes / 40e6 / 4, seconds[Bare] / 0.7)
+        assert seconds[ours] <= max(seconds[Default] / 1.5, seconds[Bare] / 0.7)
     assert memory - Store.own_bytes(place.nbytes, way) <= 256 * MIB
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_up_to_100_mb_an_upload_is_four_times_the_default_client(folder: str) -> None:
+    """There s3fs makes one request of it."""
+    with quick_s3(10e6) as found:
+        place = replace(found, nbytes=NBYTES, folder=folder)
+        seconds = {
+            client: min(
+                measure(client, "upload", place, with_memory=False).seconds for _ in range(2)
+            )
+            for client in (Default, Tier, Store)
+        }
+    assert seconds[Tier] <= seconds[Default] / 4
+    assert seconds[Store] <= seconds[Default] / 4

@@ -435,7 +435,7 @@ def test_nothing_to_restore_is_an_error_or_none(open_store: OpenStore) -> None:
         ({"keep": 0}, "keep"),
         ({"memory": "much"}, "memory"),
         ({"memory": -1}, "memory"),
-        ({"root": "s3://bucket/run"}, "s3://bucket/run"),
+        ({"root": "nowhere://bucket/run"}, "nowhere://bucket/run"),
         ({"root": ""}, "root"),
         ({"name": ""}, "name"),
         ({"timeout_s": 0}, "timeout_s"),

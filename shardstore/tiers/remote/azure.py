@@ -32,6 +32,7 @@ class AzureStore:
 
     kind = "Azure"
     num_parallel = 12
+    may_be_exclusive = True
     is_in_order = False
 
     def __init__(

@@ -25,6 +25,7 @@ class GCSStore:
 
     kind = "Google Cloud Storage"
     num_parallel = 12
+    may_be_exclusive = True
     is_in_order = False
 
     def __init__(

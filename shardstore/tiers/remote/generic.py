@@ -32,6 +32,7 @@ _TAGS: Final = ("ETag", "etag", "generation", "checksum", "mtime", "LastModified
 class GenericStore:
     """See ObjectStore. A file that is being written may be visible: its size and digests tell."""
 
+    may_be_exclusive = False
     is_in_order = True
     num_parallel = 1
 

@@ -18,6 +18,7 @@ class MemoryStore:
     """See ObjectStore. Every object is whole or absent, as on a real one."""
 
     kind = "memory"
+    may_be_exclusive = True
     is_in_order = False
     num_parallel = 4
 

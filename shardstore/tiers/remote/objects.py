@@ -68,6 +68,8 @@ class ObjectStore(Protocol):
     """The root's URL, normalised, without credentials."""
     num_parallel: int
     """Requests at the same time that are worth it."""
+    may_be_exclusive: bool
+    """False: `create` only looks before it writes, which no trial can tell from exclusive."""
     is_in_order: bool
     """Parts of one object must be put one after the other, from 0 on."""
 

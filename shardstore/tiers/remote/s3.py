@@ -30,6 +30,7 @@ class S3Store:
 
     kind = "S3"
     num_parallel = 12
+    may_be_exclusive = True
     is_in_order = False
 
     def __init__(

@@ -50,6 +50,7 @@ class SFTPStore:
 
     kind = "SFTP"
     num_parallel = 4
+    may_be_exclusive = True
     is_in_order = False
 
     def __init__(

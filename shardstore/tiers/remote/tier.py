@@ -41,6 +41,8 @@ _MAX_RECORD_NBYTES: Final = 8 << 20
 _KEEP_CLOSED_S: Final = 24 * 3600.0
 _VISIBLE_S: Final = 30.0
 """How long an object that was written may be invisible to others."""
+_LOST_S: Final = 10.0
+"""The same where it is most likely lost: a restore falls back to an older snapshot after that."""
 _LOOK_AGAIN_S: Final = 0.2
 
 
@@ -178,8 +180,9 @@ class RemoteTier:
         return RemoteWriter(self._requests, _shard_key(snapshot_id, rank), nbytes)
 
     def open_shard(self, snapshot_id: SnapshotId, rank: int) -> RemoteReader:
-        """Open one shard."""
+        """Open one shard. One that is not there is waited for: others may see it later than its writer."""
         key = _shard_key(snapshot_id, rank)
+        deadline = time.monotonic() + min(self._visible_s, _LOST_S)
 
         def look() -> Entry:
             entry = self._store.entry(key)
@@ -188,8 +191,15 @@ class RemoteTier:
                 raise FileNotFoundError(f"there is no object {key}")
             return entry
 
-        entry = self._run("open", key, look)
-        return RemoteReader(self._requests, self.name, key, entry.nbytes)
+        while True:
+            try:
+                entry = self._run("open", key, look)
+            except TierError as error:
+                is_absent = isinstance(error.__cause__, FileNotFoundError)
+                if not is_absent or time.monotonic() >= deadline or self._pause.wait(_LOOK_AGAIN_S):
+                    raise
+                continue
+            return RemoteReader(self._requests, self.name, key, entry.nbytes)
 
     def probe_writer(self, key: str, nbytes: int) -> RemoteWriter:
         """A shard's writer for any object in the root itself: to try out how storage works."""
@@ -372,15 +382,15 @@ class RemoteTier:
         data = b"shardstore asks whether this is created only once\n"
         self._run("write", key, lambda: self._store.put(key, data), changes=True, is_behind=True)
         try:
-            self.is_exclusive = not self._run(
+            is_new = self._run(
                 "write", key, lambda: self._store.create(key, data), changes=True, is_behind=True
             )
+            self.is_exclusive = self._store.may_be_exclusive and not is_new
         finally:
             try:
                 self._delete([key], key)
-            except (
-                TierError
-            ) as error:  # some buckets allow no removal: they can be saved to all the same
+            except TierError as error:
+                # Some buckets allow no removal: they can be saved to all the same.
                 _LOG.warning("%s That small object stays, and so will old snapshots", error)
 
     def claim_run(self, run: int, record: bytes) -> bool:
