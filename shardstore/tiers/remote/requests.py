@@ -85,6 +85,7 @@ class Requests:
         self._lock = threading.Lock()
         self._failing_since: float | None = None
         self._failed_at = 0.0
+        self._hung_at = 0.0
         self._last_fault: Fault | None = None
         self._told_at = 0.0
         self.waiting: Callable[[], None] = lambda: None
@@ -146,7 +147,7 @@ class Requests:
         try:
             if not is_behind:
                 self._raise_if_hanging()
-            answer: T = retrying(self._once, operation, key, request, changes)
+            answer: T = retrying(self._once, operation, key, request, changes, is_behind)
         except TierError:
             raise
         except OSError as error:
@@ -155,18 +156,25 @@ class Requests:
             self._note_answer()
         return answer
 
-    def _once(self, operation: str, key: str, request: Callable[[], T], changes: bool) -> T:
+    def _once(
+        self,
+        operation: str,
+        key: str,
+        request: Callable[[], T],
+        changes: bool,
+        is_behind: bool,
+    ) -> T:
         self._ops.request(operation, key, changes=changes)
         try:
             answer = request()
         except Fault as fault:
-            self._note_fault(fault)
+            self._note_fault(fault, is_behind=is_behind)
             raise
         if changes:
             self._ops.request(f"{operation} answered", key, changes=True)
         return answer
 
-    def _note_fault(self, fault: Fault) -> None:
+    def _note_fault(self, fault: Fault, *, is_behind: bool) -> None:
         if not fault.may_pass:
             return
         now = time.monotonic()
@@ -175,7 +183,11 @@ class Requests:
             is_known = now - self._failed_at < max(self._patience.fore_s, _TELL_EVERY_S)
             if self._failing_since is None or not is_known:
                 self._failing_since = now
-            self._failed_at, self._last_fault = now, fault
+            self._failed_at = now
+            if (
+                not is_behind
+            ):  # what hung behind, perhaps one large part, tells no caller not to ask
+                self._hung_at, self._last_fault = now, fault
 
     def _failing_for(self) -> float:
         with self._lock:
@@ -185,8 +197,8 @@ class Requests:
     def _raise_if_hanging(self) -> None:
         """Do not have a caller wait for one deadline after the other while no answer comes at all."""
         with self._lock:
-            fault, failed_at = self._last_fault, self._failed_at
-        is_recent = time.monotonic() - failed_at < self._patience.fore_s / 2
+            fault, hung_at = self._last_fault, self._hung_at
+        is_recent = time.monotonic() - hung_at < self._patience.fore_s / 2
         is_hanging = fault is not None and fault.kind == "slow" and is_recent
         if fault is not None and is_hanging and self._failing_for() >= self._patience.fore_s:
             raise fault
