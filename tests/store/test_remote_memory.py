@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.children import child
-from benchmarks.memory import peak_of
+from benchmarks.children import child, receive
+from benchmarks.memory import used_by
 from shardstore import SnapshotStore
 from tests.servers.s3 import MotoServer
 
@@ -41,8 +41,22 @@ def _use(
 
 def peak_mib(server: MotoServer, folder: str, nbytes: int, memory: int) -> float:
     options = server.storage_options
-    with child(_use, server.fresh(), options, folder, nbytes, memory) as started:
-        return peak_of([started]) / MIB
+    with child(_use, server.fresh(), options, folder, nbytes, memory) as (process, connection):
+        receive(connection, process)
+        assert process.pid is not None
+        before, peak = _own(process.pid), 0
+        connection.send("use")
+        while not connection.poll(0.01):
+            peak = max(peak, _own(process.pid) - before)
+        receive(connection, process)
+        connection.send("leave")
+    return peak / MIB
+
+
+def _own(pid: int) -> int:
+    """Bytes of its own, and of shared memory that it maps: not what neighbours have on the tmpfs."""
+    used = used_by([pid])
+    return used.private + used.mapped
 
 
 @pytest.mark.nightly
