@@ -184,9 +184,8 @@ class Requests:
             if self._failing_since is None or not is_known:
                 self._failing_since = now
             self._failed_at = now
-            if (
-                not is_behind
-            ):  # what hung behind, perhaps one large part, tells no caller not to ask
+            if not is_behind:
+                # What hung behind, perhaps one large part, tells no caller not to ask.
                 self._hung_at, self._last_fault = now, fault
 
     def _failing_for(self) -> float:
