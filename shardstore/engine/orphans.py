@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -17,10 +18,11 @@ from shardstore.engine.latepublish import whole_shards
 from shardstore.engine.liveness import Judgement, Liveness, RunRecord, decode_record, judge
 from shardstore.engine.overview import Overview
 from shardstore.errors import FormatVersionError, ShardStoreError, TierError
+from shardstore.format.manifest import MANIFEST_NAME
 from shardstore.format.records import SnapshotId
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.heldmemory import HeldMemory
-from shardstore.tiers.removing import deleted_id, is_ours, is_run_temp, is_temp
+from shardstore.tiers.removing import KEEP_CLOSED_S, deleted_id, is_ours, is_run_temp, is_temp
 
 Kind: TypeAlias = Literal["torn", "aborted", "deleted", "temp", "unreadable"]
 """torn: an attempt without a register. aborted: one whose register says that it is no snapshot, or one
@@ -164,6 +166,8 @@ class _Search:
         for snapshot_id, state in states.items():
             if state == "torn":
                 found.append(self._torn(snapshot_id, newest, overview))
+            elif state == "aborted" and self._is_kept_closed(snapshot_id, overview):
+                continue
             elif state == "aborted":
                 found.append(self._aborted(snapshot_id, overview))
             elif any(map(is_temp, overview.names[snapshot_id])):
@@ -218,6 +222,12 @@ class _Search:
                 "or falls back to it"
             )
         return ""
+
+    def _is_kept_closed(self, snapshot_id: SnapshotId, overview: Overview) -> bool:
+        """Whether nothing is left of it but its register, which stays for a day on object stores."""
+        if not self._catalog.tier.keeps_index or {*overview.names[snapshot_id]} != {MANIFEST_NAME}:
+            return False
+        return time.time() - overview.registers[snapshot_id].created < KEEP_CLOSED_S
 
     def _aborted(self, snapshot_id: SnapshotId, overview: Overview) -> Orphan:
         judgement = self._own_run(snapshot_id)

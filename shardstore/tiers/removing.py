@@ -19,6 +19,8 @@ _MANIFEST_TEMP: Final = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}
 _RUN_TEMP: Final = re.compile(r"\.run-[0-9a-f]{8}\.json\.[0-9a-f]{8}\.tmp|\.probe-[0-9a-f]{16}")
 _DELETED: Final = "deleted-"
 _AGAIN: Final = re.compile(r"\.[0-9a-f]{8}")
+KEEP_CLOSED_S: Final = 24 * 3600.0
+"""How long object stores keep the register of an attempt that was removed: no slower process commits it then."""
 _NOT_EMPTY: Final = (errno.ENOTEMPTY, errno.EEXIST)
 
 

@@ -30,7 +30,7 @@ from shardstore.tiers.remote.reader import RemoteReader
 from shardstore.tiers.remote.records import Records
 from shardstore.tiers.remote.requests import Requests
 from shardstore.tiers.remote.writer import RemoteWriter
-from shardstore.tiers.removing import is_ours, is_run_temp, is_temp
+from shardstore.tiers.removing import KEEP_CLOSED_S, is_ours, is_run_temp, is_temp
 
 _LOG: Final = logging.getLogger("shardstore")
 T = TypeVar("T")
@@ -38,7 +38,6 @@ T = TypeVar("T")
 _RUN: Final = re.compile(r"run-([0-9a-f]{8})\.json")
 _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _MAX_RECORD_NBYTES: Final = 8 << 20
-_KEEP_CLOSED_S: Final = 24 * 3600.0
 _VISIBLE_S: Final = 30.0
 """How long an object that was written may be invisible to others."""
 _LOST_S: Final = 10.0
@@ -61,7 +60,7 @@ class RemoteTier:
         requests: Requests,
         *,
         name: str = "root",
-        keep_closed_s: float = _KEEP_CLOSED_S,
+        keep_closed_s: float = KEEP_CLOSED_S,
         visible_s: float = _VISIBLE_S,
     ) -> None:
         """Nothing is asked yet.
