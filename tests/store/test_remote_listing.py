@@ -334,16 +334,19 @@ def test_the_first_save_with_keep_deletes_all_that_is_old_several_at_a_time(
     small: Root, folder: str
 ) -> None:
     done: list[int] = []
+    parallel: list[int] = []
     turns = Turns()
 
     def save(store: SnapshotStore, rank: ThreadRank) -> None:
         turns.alone(rank, lambda: forget(small))
         store.save(state_of(rank), step=22)
         store.drain(60)
+        turns.alone(rank, lambda: parallel.append(small.proxies[0].totals().max_parallel))
         turns.alone(rank, lambda: done.extend(small.counts()))
 
     small.life(folder, save, keep=3)
     assert steps(small.listed()) == [20, 21, 22]
+    assert parallel[0] >= 4
     assert done[0] <= 19 * 6 + 60
     assert done[1] <= 6
 
