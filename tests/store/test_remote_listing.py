@@ -87,7 +87,7 @@ class Root:
         def one(rank: ThreadRank) -> None:
             with SnapshotStore(
                 self.url, memory="16MiB", memory_dir=folder, name=f"life-{id(use)}", process_group=rank,
-                storage_options=self.options(rank.rank), timeout_s=60, **options,
+                storage_options=self.options(rank.rank), **{"timeout_s": 60, **options},
             ) as store:  # fmt: skip
                 use(store, rank)
 
@@ -350,7 +350,7 @@ def test_the_first_save_with_keep_deletes_all_that_is_old_several_at_a_time(
         turns.alone(rank, lambda: done.extend(small.counts()))
 
     held = proxy.hang(method="PUT", path=REGISTER, skip=2, times=1)  # the first one is of step 22
-    small.life(folder, save, keep=3)
+    small.life(folder, save, keep=3, timeout_s=240)  # a request may hang for 40 s
     assert steps(small.listed()) == [20, 21, 22]
     assert others_passed == [True]
     assert done[0] <= 19 * 6 + 60
