@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from tests.unit.tiers.remote.test_s3 import fast_session
 NUM_OLD = 1000
 NUM_RANKS = 2
 INDEX = "index-00000002.json"
+REGISTER = "/step-[^/]*/manifest.json"
 PAGES = 3
 """Of a listing of all objects: S3 gives 1,000 at a time."""
 MOST_FIRST = 30
@@ -85,7 +87,7 @@ class Root:
         def one(rank: ThreadRank) -> None:
             with SnapshotStore(
                 self.url, memory="16MiB", memory_dir=folder, name=f"life-{id(use)}", process_group=rank,
-                storage_options=self.options(rank.rank), timeout_s=60, **options,
+                storage_options=self.options(rank.rank), **{"timeout_s": 60, **options},
             ) as store:  # fmt: skip
                 use(store, rank)
 
@@ -334,21 +336,32 @@ def test_the_first_save_with_keep_deletes_all_that_is_old_several_at_a_time(
     small: Root, folder: str
 ) -> None:
     done: list[int] = []
-    parallel: list[int] = []
     turns = Turns()
+    others_passed: list[bool] = []
+    proxy = small.proxies[0]
 
     def save(store: SnapshotStore, rank: ThreadRank) -> None:
         turns.alone(rank, lambda: forget(small))
         store.save(state_of(rank), step=22)
+        if rank.rank == 0:
+            others_passed.append(_wait_for(lambda: len(proxy.requests("PUT", REGISTER)) >= 10))
+            held.remove()
         store.drain(60)
-        turns.alone(rank, lambda: parallel.append(small.proxies[0].totals().max_parallel))
         turns.alone(rank, lambda: done.extend(small.counts()))
 
-    small.life(folder, save, keep=3)
+    held = proxy.hang(method="PUT", path=REGISTER, skip=2, times=1)  # the first one is of step 22
+    small.life(folder, save, keep=3, timeout_s=240)  # a request may hang for 40 s
     assert steps(small.listed()) == [20, 21, 22]
-    assert parallel[0] >= 4
+    assert others_passed == [True]
     assert done[0] <= 19 * 6 + 60
     assert done[1] <= 6
+
+
+def _wait_for(is_so: Callable[[], bool]) -> bool:
+    pause, deadline = threading.Event(), time.monotonic() + 20
+    while not is_so() and time.monotonic() < deadline:
+        pause.wait(0.02)
+    return is_so()
 
 
 class _Racing(WrappedTier):
