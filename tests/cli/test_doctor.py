@@ -123,7 +123,7 @@ _WITHOUT_RIGHTS = """
 import os, tempfile
 from shardstore.cli import main
 import shardstore.cli.app, shardstore.cli.checks.folder, shardstore.cli.checks.host
-import shardstore.cli.checks.jobs, shardstore.cli.checks.speed
+import shardstore.cli.checks.jobs, shardstore.cli.checks.remote, shardstore.cli.checks.speed
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # such a user may not even read the package
 main()
 """
