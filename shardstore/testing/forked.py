@@ -76,7 +76,7 @@ def run_forked(function: Callable[[], object], *, timeout_s: float = 60.0) -> En
 
     The child begins with everything imported: it costs milliseconds where a new process that imports
     torch takes seconds. Its memory files, locks and threads end as with any process. Fork from a process
-    with one thread, before torch has run anything in parallel; the child runs no exit handlers.
+    with one thread; the child runs no exit handlers, and torch on one thread, as its pool does not outlive a fork.
 
         ended = run_forked(lambda: save_and_die_at(operation=12))
         assert ended.was_killed
@@ -90,6 +90,8 @@ def run_forked(function: Callable[[], object], *, timeout_s: float = 60.0) -> En
 
 def _end_child(function: Callable[[], object], write_end: int) -> None:
     try:
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         answer = json.dumps({"value": function()})
     except BaseException:  # noqa: BLE001 - the parent gets it
         answer = json.dumps({"error": traceback.format_exc()[-_SHOWN:]})

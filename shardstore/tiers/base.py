@@ -282,7 +282,7 @@ class RootTier(Protocol):
         ...
 
     def on_wait(self, waiting: Callable[[], None]) -> None:
-        """Call `waiting`, on any thread, while the tier waits for storage that may come back."""
+        """Call `waiting`, on any thread, while the tier waits for storage that may come back, or is slow."""
         ...
 
     @property

@@ -232,7 +232,7 @@ async def pieces(lent: Lent, watch: Watch) -> AsyncIterator[bytes]:
     for at in range(0, lent.nbytes, PIECE_BYTES):
         piece = lent.read(at, min(at + PIECE_BYTES, lent.nbytes))
         yield piece
-        watch.moved(len(piece))  # the connection took it, or this would not go on
+        watch.sent(len(piece))  # the connection took it, or this would not go on
 
 
 def _resolved(options: Mapping[str, object]) -> dict[str, Any]:

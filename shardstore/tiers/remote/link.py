@@ -16,6 +16,10 @@ T = TypeVar("T")
 MIN_RATE: Final = 8 << 10
 """Bytes per second below which a transfer is given up, whatever its progress."""
 
+_DRAIN_RATE: Final = 32 << 10
+"""Bytes per second at which buffers on the way (a kernel's, a proxy's) are taken to get empty."""
+_MOST_STALLS: Final = 4
+
 
 def _nobody(_nbytes: int) -> None:
     return
@@ -28,11 +32,17 @@ class Watch:
         """The time since the last progress runs from now."""
         self._moved = moved
         self.last = time.monotonic()
+        self.num_sent = 0
 
     def moved(self, nbytes: int) -> None:
         """So many bytes more went over the wire."""
         self.last = time.monotonic()
         self._moved(nbytes)
+
+    def sent(self, nbytes: int) -> None:
+        """The kernel took so many bytes more; when the other side has them is not known."""
+        self.num_sent += nbytes
+        self.moved(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +50,17 @@ class Link:
     """How long requests may take, and who hears of their progress."""
 
     stall_s: float = 60.0
-    """Without a byte of progress."""
+    """Without a byte of progress; longer while bytes that were sent may still be in buffers on the way."""
     moved: Callable[[int], None] = _nobody
     """Called with bytes as they go over the wire, from any thread."""
 
     def limit_s(self, nbytes: int) -> float:
         """The most that a request of `nbytes` may take."""
         return self.stall_s + nbytes / MIN_RATE
+
+    def silence_s(self, num_sent: int) -> float:
+        """How long nothing need be heard, after so many bytes of one request were sent."""
+        return self.stall_s + min(num_sent / _DRAIN_RATE, _MOST_STALLS * self.stall_s)
 
     def call(
         self,
@@ -83,10 +97,12 @@ class Link:
         try:
             while not task.done():
                 now = time.monotonic()
-                left = min(watch.last + self.stall_s, limit) - now
+                silence_s = self.silence_s(watch.num_sent)
+                left = min(watch.last + silence_s, limit) - now
+                if left <= 0 and now < limit:
+                    raise Fault("slow", f"no progress within {silence_s:.0f} s")
                 if left <= 0:
-                    why = "no progress" if now < limit else "not done"
-                    raise Fault("slow", f"{why} within {self.stall_s if now < limit else self.limit_s(nbytes):.0f} s")  # fmt: skip
+                    raise Fault("slow", f"not done within {self.limit_s(nbytes):.0f} s")
                 await asyncio.wait({task}, timeout=left)
             return task.result()
         finally:

@@ -40,7 +40,11 @@ def open_remote(
         ValueError: The protocol is not known, or an option is wrong.
         TierError: The client is not installed.
     """
-    link = Link(stall_s=min(_MAX_STALL_S, max(1.0, timeout_s / 6)))
+
+    def moved(_nbytes: int) -> None:
+        requests.waiting()  # one who waits for this rank sees that it is at work
+
+    link = Link(stall_s=min(_MAX_STALL_S, max(1.0, timeout_s / 6)), moved=moved)
     patience = Patience(fore_s=min(_MAX_FORE_S, timeout_s / 3), behind_s=timeout_s * 0.8)
     store = open_store(location, dict(storage_options or {}), link)
     requests = Requests(store, name="root", ops=ops, patience=patience)

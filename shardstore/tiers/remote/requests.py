@@ -89,7 +89,7 @@ class Requests:
         self._last_fault: Fault | None = None
         self._told_at = 0.0
         self.waiting: Callable[[], None] = lambda: None
-        """Called while a request waits for another attempt: its caller is at work, and not stuck."""
+        """Called while bytes move, or a request waits for another attempt: its caller is not stuck."""
 
     @property
     def is_failing(self) -> bool:

@@ -135,7 +135,7 @@ class _Body:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while data := self.read(PIECE_BYTES):
             yield data
-            self._watch.moved(len(data))  # the connection took it, or this would not go on
+            self._watch.sent(len(data))  # the connection took it, or this would not go on
 
 
 def _about_to_send(request: Any, **_kwargs: Any) -> None:
