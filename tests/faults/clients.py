@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-_CLIENTS = {"s3": "s3fs", "sftp": "paramiko"}
+_CLIENTS = {"s3": "s3fs", "sftp": "paramiko", "gs": "gcsfs", "az": "azure.storage.blob.aio"}
+_MODULES = {"gs": "gcs", "az": "azure"}
 
 
 def client_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def warm_client(url: str) -> None:
     """Load what clients need, before a fork."""
     protocol = url.partition(":")[0]
     importlib.import_module("shardstore.tiers.remote.opening")
-    importlib.import_module(f"shardstore.tiers.remote.{protocol}")
+    importlib.import_module(f"shardstore.tiers.remote.{_MODULES.get(protocol, protocol)}")
     if protocol in _CLIENTS:
         importlib.import_module(_CLIENTS[protocol])
     if protocol == "s3":

@@ -31,7 +31,13 @@ from tests.faults.remote_crash import (
     remote_crashes_of,
 )
 
-SERVERS = {"S3": "s3_server", "deviant S3": "deviant_s3_server", "SFTP": "sftp_server"}
+SERVERS = {
+    "S3": "s3_server",
+    "deviant S3": "deviant_s3_server",
+    "SFTP": "sftp_server",
+    "Azure": "azure_server",
+    "GCS": "gcs_server",
+}
 
 
 @pytest.fixture
