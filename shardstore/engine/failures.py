@@ -52,14 +52,16 @@ class Failures:
         with self._lock:
             self._entered = count
 
-    def add(self, save: PendingSave, failure: Failure) -> None:
-        """A save failed on some rank; called on every rank, in the background, before its future ends."""
+    def add(self, save: PendingSave, failure: Failure, *, is_borne: bool = False) -> None:
+        """A save failed on some rank; called on every rank, in the background, before its future ends.
+
+        With `is_borne` no save raises it, only `drain` or `close`.
+        """
         is_here = failure.rank == self._session.rank
         lost(self._session, save, "failed", failure, is_warning=is_here or self._only_warn)
         if self._only_warn:
             return
-        if failure.is_outage:
-            # Training goes on through an outage of the root; what is near is whole.
+        if is_borne:
             with self._lock:
                 self._known.append(_Known(save.step, failure, None))
             return

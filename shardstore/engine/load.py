@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -29,13 +29,17 @@ from shardstore.errors import (
 from shardstore.format.records import Manifest, ShardHeader
 from shardstore.state.restore import RestorePlan, match_state
 from shardstore.state.staging import views
-from shardstore.tiers.base import ShardReader
+from shardstore.tiers.base import RootTier, ShardReader
 from shardstore.tiers.slots import Slot
 
 if TYPE_CHECKING:
     from shardstore.engine.choose import Candidate
     from shardstore.engine.restore import RestoreOptions
     from shardstore.engine.session import Session
+
+
+_LOST_S: Final = 10.0
+"""After so long, a file that is not to be seen is taken for lost, and an older snapshot is tried."""
 
 
 @dataclass(eq=False, slots=True)
@@ -182,7 +186,7 @@ def _sources(
     twin = manifest.shards[rank].twin if manifest is not None else msgspec.UNSET
     for from_rank in (rank, *([] if twin is msgspec.UNSET else [twin])):
         try:
-            reader = session.catalog.tier.open_shard(candidate.id, from_rank)
+            reader = _open_on_root(session.catalog.tier, candidate, from_rank, session.timeout_s)
         except TierError as error:
             problems.append(error)
             continue
@@ -192,6 +196,24 @@ def _sources(
                 candidate.id, from_rank,
             )  # fmt: skip
         yield reader, from_rank
+
+
+def _open_on_root(tier: RootTier, candidate: Candidate, rank: int, timeout_s: float) -> ShardReader:
+    """Open a file on the root. On remote storage, one that is committed may be seen later here than by its writer."""
+    found: list[ShardReader] = []
+
+    def is_there() -> bool:
+        try:
+            found.append(tier.open_shard(candidate.id, rank))
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return True
+
+    if candidate.is_committed and tier.keeps_index:
+        wait_until(is_there, min(_LOST_S, timeout_s / 4))
+    return found[0] if found else tier.open_shard(candidate.id, rank)
 
 
 def _load_from(

@@ -239,7 +239,7 @@ class Outcomes:
             lost(self._session, save, "skipped", failure)
         else:
             self._session.meter.count("failed")
-            self._failures.add(save, failure)
+            self._failures.add(save, failure, is_borne=self._is_borne(save, failure))
         error = save_failed(save.step, failure)
         try:
             if save.id is not None:
@@ -261,8 +261,19 @@ class Outcomes:
         )
         unknown.__cause__ = error
         self._session.meter.count("failed")
-        self._failures.add(save, failure_of(error, self._session.rank))
+        failure = failure_of(error, self._session.rank)
+        self._failures.add(save, failure, is_borne=self._is_borne(save, failure))
         _refuse(save.committed, unknown)
+
+    def _is_borne(self, save: PendingSave, failure: Failure) -> bool:
+        """Whether training goes on without an error: the root is out, and what all ranks have near is whole.
+
+        Equal on all ranks where the failure is.
+        """
+        done = save.completion
+        if done is None or done.failure is not None:
+            return False
+        return failure.is_outage and (done.in_memory or self._session.on_disk is not None)
 
     def _retire_keys(self, save: PendingSave) -> None:
         """The outcome is known here: this rank needs the save's keys no more."""

@@ -220,6 +220,18 @@ class TierContract(ShardContract):
         assert tier.read_run(42) == b"owner %d" % won.index(True)
         assert tier.run_numbers() == [42]
 
+    def test_a_small_file_is_made_replaced_and_removed(self) -> None:
+        """RootTier.put_small: an index of what is here."""
+        tier = self.make_tier(FileOps())
+        tier.put_small("index-0000002a.json", b"one")
+        tier.put_small("index-0000002a.json", b"another")
+        assert tier.read_small("index-0000002a.json") == b"another"
+        assert self.raw_files() == {"index-0000002a.json": b"another"}
+        tier.remove_small("index-0000002a.json")
+        tier.remove_small("index-0000002a.json")
+        assert tier.read_small("index-0000002a.json") is None
+        assert self.raw_files() == {}
+
     # -------------------------------------------------------------- deletion
 
     def test_removal_takes_the_bytes_before_the_register(self) -> None:

@@ -291,10 +291,13 @@ class DiskTier:
 
     def replace_manifest(self, snapshot_id: SnapshotId, data: bytes) -> None:
         """Replace the register by one rename."""
-        folder = self._folder(snapshot_id)
-        path = os.path.join(folder, MANIFEST_NAME)
-        temp = os.path.join(folder, f".{MANIFEST_NAME}.{secrets.token_hex(4)}.tmp")
-        with translated(self.name, "replace", path, needed_bytes=len(data)):
+        self._replace(os.path.join(self._folder(snapshot_id), MANIFEST_NAME), data, "replace")
+
+    def _replace(self, path: str, data: bytes, operation: str) -> None:
+        """Create or replace a small file, atomically and durably, in a folder that is there."""
+        folder, name = os.path.split(path)
+        temp = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+        with translated(self.name, operation, path, needed_bytes=len(data)):
             self._write_synced(temp, data)
             try:
                 self._ops.rename(temp, path)
@@ -345,12 +348,15 @@ class DiskTier:
         return self._read_small(os.path.join(self.location, name), _MAX_RUN_NBYTES)
 
     def put_small(self, name: str, data: bytes) -> None:
-        """See RootTier: reading registers here costs nothing that an index would save."""
-        raise NotImplementedError(name)
+        """See RootTier."""
+        self.make_location()
+        self._replace(os.path.join(self.location, name), data, "write")
 
     def remove_small(self, name: str) -> None:
-        """See `put_small`."""
-        raise NotImplementedError(name)
+        """See RootTier."""
+        path = os.path.join(self.location, name)
+        with translated(self.name, "delete", path):
+            drop_mark(self._ops, path)
 
     def list_unfinished(self) -> list[tuple[SnapshotId, str]]:
         """None: whatever is begun here has a name."""

@@ -101,6 +101,26 @@ def test_an_outage_longer_than_the_timeout_is_warned_of_and_raised_where_trainin
     assert _durable(host) == [1, 3, 4]
 
 
+def test_an_outage_is_raised_by_the_next_save_where_nothing_near_has_a_copy(
+    make_host: MakeHost, proxy: Proxy
+) -> None:
+    """Nobody trains on for hours without a snapshot because of a warning."""
+    stores = make_host(proxy, with_disk=False, timeout_s=2.0, memory=0).open()
+    assert stores.save(1) == ["", ""]
+    proxy.outage(True)
+    for handle in _begin(stores, 2):
+        with pytest.raises(SaveFailedError, match=r"unreachable|unknown"):
+            handle.wait(60)
+
+    def raises(store: SnapshotStore, rank: int) -> bool:
+        with pytest.raises(SaveFailedError, match="step 2"):
+            store.save(state_of(3, rank, _NUMEL), step=3)
+        return True
+
+    assert stores.each(raises) == [True, True]
+    stores.abandon()
+
+
 @pytest.mark.parametrize("kind", ["refuse", pytest.param("hang", marks=pytest.mark.nightly)])
 def test_a_restart_during_an_outage_restores_what_is_near_with_a_warning(
     make_host: MakeHost, proxy: Proxy, caplog: pytest.LogCaptureFixture, kind: str

@@ -40,8 +40,6 @@ _SHARD: Final = re.compile(r"rank-([0-9]{5}|[1-9][0-9]{5,})\.safetensors")
 _MAX_RECORD_NBYTES: Final = 8 << 20
 _VISIBLE_S: Final = 30.0
 """How long an object that was written may be invisible to others."""
-_LOST_S: Final = 10.0
-"""The same where it is most likely lost: a restore falls back to an older snapshot after that."""
 _LOOK_AGAIN_S: Final = 0.2
 
 
@@ -88,7 +86,7 @@ class RemoteTier:
         return self._requests.run(operation, key, request, **options)
 
     def on_wait(self, waiting: Callable[[], None]) -> None:
-        """Call `waiting` whenever a request waits for another attempt."""
+        """Call `waiting` whenever bytes move, or a request waits for another attempt."""
         self._requests.waiting = waiting
 
     @property
@@ -179,9 +177,8 @@ class RemoteTier:
         return RemoteWriter(self._requests, _shard_key(snapshot_id, rank), nbytes)
 
     def open_shard(self, snapshot_id: SnapshotId, rank: int) -> RemoteReader:
-        """Open one shard. One that is not there is waited for: others may see it later than its writer."""
+        """Open one shard."""
         key = _shard_key(snapshot_id, rank)
-        deadline = time.monotonic() + min(self._visible_s, _LOST_S)
 
         def look() -> Entry:
             entry = self._store.entry(key)
@@ -190,15 +187,8 @@ class RemoteTier:
                 raise FileNotFoundError(f"there is no object {key}")
             return entry
 
-        while True:
-            try:
-                entry = self._run("open", key, look)
-            except TierError as error:
-                is_absent = isinstance(error.__cause__, FileNotFoundError)
-                if not is_absent or time.monotonic() >= deadline or self._pause.wait(_LOOK_AGAIN_S):
-                    raise
-                continue
-            return RemoteReader(self._requests, self.name, key, entry.nbytes)
+        entry = self._run("open", key, look)
+        return RemoteReader(self._requests, self.name, key, entry.nbytes)
 
     def probe_writer(self, key: str, nbytes: int) -> RemoteWriter:
         """A shard's writer for any object in the root itself: to try out how storage works."""
