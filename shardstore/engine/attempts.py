@@ -18,9 +18,10 @@ from shardstore.engine.catalog import Catalog, RootEntry
 from shardstore.engine.overview import Overview, State
 from shardstore.engine.sealed import SealedShard
 from shardstore.errors import CorruptSnapshotError, FormatError, TierError
-from shardstore.format.manifest import MANIFEST_NAME, Register, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.marks import MARKS, Mark
 from shardstore.format.records import Manifest, SnapshotId
+from shardstore.format.register import Register
 from shardstore.tiers.base import RootTier
 from shardstore.tiers.marks import marks_among
 

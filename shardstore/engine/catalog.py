@@ -17,7 +17,6 @@ from shardstore.engine.overview import (
     State,
     is_cut,
     older_indexes,
-    tags_of,
 )
 from shardstore.engine.sealed import SealedShard, check_identity, read_sealed_header
 from shardstore.engine.several import at_once
@@ -29,13 +28,12 @@ from shardstore.errors import (
 )
 from shardstore.format.manifest import (
     MANIFEST_NAME,
-    Register,
     decode_manifest,
     encode_manifest,
-    read_register,
     shard_file_name,
 )
 from shardstore.format.records import FORMAT_VERSION, Manifest, SnapshotId
+from shardstore.format.register import Register, read_register
 from shardstore.tiers.base import RootTier
 
 _LOG: Final = logging.getLogger("shardstore")
@@ -149,34 +147,9 @@ class Catalog:
             TierError: The root cannot be listed. A single register that cannot be read is a problem of it.
         """
         survey = self.tier.survey()
-        tags = tags_of(survey.attempts)
-        registers: dict[SnapshotId, Register] = {}
-        problems: dict[SnapshotId, str] = {}
-        unread: dict[SnapshotId, TierError] = {}
-        if self.tier.keeps_index and any(
-            self._known.get(i, tag) is None for i, tag in tags.items()
-        ):
-            self._known.load(self.tier, survey.names)
-        for snapshot_id, tag in tags.items():
-            known = self._known.get(snapshot_id, tag)
-            if known is not None:
-                registers[snapshot_id] = known
-        for snapshot_id, data in self.tier.read_manifests(
-            [i for i in tags if i not in registers]
-        ).items():
-            if isinstance(data, TierError):
-                problems[snapshot_id], unread[snapshot_id] = str(data), data
-            elif data is not None:
-                register = read_register(data, expect=snapshot_id)
-                if register is None and self.tier.keeps_index:  # wrong on the way, perhaps
-                    again = self.tier.read_manifests([snapshot_id])[snapshot_id]
-                    if isinstance(again, bytes):
-                        register = read_register(again, expect=snapshot_id)
-                if register is None:
-                    problems[snapshot_id] = self._judge(snapshot_id, data).problem
-                else:
-                    registers[snapshot_id] = register
-                    self._known.put(register, tags[snapshot_id])
+        registers, bad, unread = self._known.read(self.tier, survey)
+        problems = {i: self._judge(i, data).problem for i, data in bad.items()}
+        problems |= {i: str(error) for i, error in unread.items()}
         self._root_names = survey.names
         return Overview(
             survey.attempts, registers, problems, unread, survey.names, self.spans_hosts

@@ -14,8 +14,8 @@ import xxhash
 from shardstore.engine.arguments import check_path
 from shardstore.engine.catalog import Catalog
 from shardstore.errors import shown
-from shardstore.format.manifest import Register
 from shardstore.format.records import SnapshotId
+from shardstore.format.register import Register
 from shardstore.tiers.addresses import is_url, resolve_address
 from shardstore.tiers.fileops import FileOps
 from shardstore.tiers.roots import open_root

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from shardstore.errors import TierError
-from shardstore.format.manifest import MANIFEST_NAME, Register, is_sound, shard_file_name
+from shardstore.format.manifest import MANIFEST_NAME, shard_file_name
 from shardstore.format.marks import Mark
 from shardstore.format.records import SnapshotId
-from shardstore.tiers.base import Found, RootTier
+from shardstore.format.register import Register, is_sound, read_register
+from shardstore.tiers.base import Found, RootTier, Survey
 from shardstore.tiers.marks import marks_among
 
 State: TypeAlias = Literal["committed", "aborted", "torn", "damaged"]
@@ -144,6 +145,44 @@ class KnownRegisters:
         if tag:
             with self._lock:
                 self._entries[register.id] = _Entry(tag, register)
+
+    def read(
+        self, tier: RootTier, survey: Survey
+    ) -> tuple[dict[SnapshotId, Register], dict[SnapshotId, bytes], dict[SnapshotId, TierError]]:
+        """All registers that a survey has shown: what is known by its tag, and the others from the root.
+
+        Returns:
+            The good ones; what the bad ones hold; and why others could not be read.
+        """
+        tags = tags_of(survey.attempts)
+        good: dict[SnapshotId, Register] = {}
+        bad: dict[SnapshotId, bytes] = {}
+        unread: dict[SnapshotId, TierError] = {}
+        if tier.keeps_index and any(self.get(i, tag) is None for i, tag in tags.items()):
+            self.load(tier, survey.names)
+        for snapshot_id, tag in tags.items():
+            known = self.get(snapshot_id, tag)
+            if known is not None:
+                good[snapshot_id] = known
+
+        def take(ids: Collection[SnapshotId]) -> None:
+            for snapshot_id, data in tier.read_manifests(ids).items():
+                if isinstance(data, TierError):
+                    if snapshot_id not in bad:
+                        unread[snapshot_id] = data
+                elif data is not None:
+                    register = read_register(data, expect=snapshot_id)
+                    if register is None:
+                        bad[snapshot_id] = data
+                    else:
+                        good[snapshot_id] = register
+                        bad.pop(snapshot_id, None)
+                        self.put(register, tags[snapshot_id])
+
+        take([i for i in tags if i not in good])
+        if tier.keeps_index:
+            take([*bad])  # once more: bytes may have become wrong on the way
+        return good, bad, unread
 
     def load(self, tier: RootTier, names: Iterable[str]) -> None:
         """Read the newest index among the names in a root, once. Whatever it is, nothing depends on it."""

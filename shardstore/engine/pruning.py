@@ -12,8 +12,8 @@ from shardstore.engine.catalog import Catalog
 from shardstore.engine.overview import Overview, is_cut
 from shardstore.engine.retention import Keep, check_keep, plan_deletions
 from shardstore.errors import ShardStoreError, TierError
-from shardstore.format.manifest import Register
 from shardstore.format.records import SnapshotId
+from shardstore.format.register import Register
 
 _REASON = "retention"
 

@@ -14,8 +14,9 @@ import msgspec
 
 from shardstore.engine.catalog import aborted_manifest
 from shardstore.format.digests import table_digest
-from shardstore.format.manifest import MANIFEST_NAME, build_manifest, encode_manifest, read_register
+from shardstore.format.manifest import MANIFEST_NAME, build_manifest, encode_manifest
 from shardstore.format.records import ShardHeader, SnapshotId, TensorRow
+from shardstore.format.register import read_register
 from tests.servers.s3 import MotoServer
 
 NONCE: Final = "0badcafe"

@@ -1,7 +1,7 @@
 """Any fsspec file system of which nothing is known: whole calls, front to back, one at a time.
 
-Nothing is taken for granted but that a file which was closed can be read: no rename, no exclusive create
-(it is probed), no thread safety, no fresh listings unless the caches are dropped before each.
+Nothing is taken for granted but that a file which was closed can be read: no rename, no exclusive create,
+no thread safety, no fresh listings unless the caches are dropped before each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _LASTING: Final = (
     errno.ENOSYS, errno.EFBIG, errno.EBUSY, errno.ELOOP, errno.EXDEV,
 )  # fmt: skip
 """The same call would be answered the same for a while: nobody waits for it."""
-_TAGS: Final = ("ETag", "etag", "generation", "checksum", "mtime", "LastModified", "last_modified", "created")  # fmt: skip
+_TAGS: Final = ("ETag", "etag", "generation", "checksum")
+"""Of a content. Times are not: two contents may share a second."""
 
 
 class GenericStore:

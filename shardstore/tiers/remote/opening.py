@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from shardstore.errors import TierError, shown
 from shardstore.tiers.addresses import split_url
@@ -78,9 +79,7 @@ def open_store(location: str, options: dict[str, Any], link: Link) -> ObjectStor
         if protocol in ("sftp", "ssh"):
             from shardstore.tiers.remote.sftp import SFTPStore
 
-            user, at, host = bucket.rpartition("@")
-            host, _, port = host.partition(":")
-            given = {**({"username": user} if at else {}), **({"port": int(port)} if port else {})}
+            host, given = _split_host(bucket, location)
             return SFTPStore(host, f"/{prefix}", storage_options={**given, **options}, link=link)
         return _open_any(protocol, location, options, link)
     except ImportError as error:
@@ -98,6 +97,21 @@ def open_store(location: str, options: dict[str, Any], link: Link) -> ObjectStor
         raise ValueError(
             f"storage_options={shown(sorted(options))} do not fit {protocol}://: {error}"
         ) from error
+
+
+def _split_host(authority: str, location: str) -> tuple[str, dict[str, Any]]:
+    """Host, with user and port as options, of `user@host:port`; IPv6 addresses are in brackets."""
+    try:
+        parts = urlsplit(f"//{authority}")
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"root={location!r} is no URL that can be used: {error}") from None
+    given: dict[str, Any] = {}
+    if parts.username:
+        given["username"] = parts.username
+    if port is not None:
+        given["port"] = port
+    return parts.hostname or "", given
 
 
 def _open_any(protocol: str, location: str, options: dict[str, Any], link: Link) -> ObjectStore:

@@ -17,11 +17,11 @@ from shardstore.format.manifest import (
     MANIFEST_NAME,
     MANIFEST_OPENING,
     MAX_MANIFEST_NBYTES,
-    read_register,
     shard_file_name,
 )
 from shardstore.format.marks import Mark, mark_file
 from shardstore.format.records import SnapshotId
+from shardstore.format.register import read_register
 from shardstore.tiers.base import Found, Survey
 from shardstore.tiers.marks import marks_among
 from shardstore.tiers.remote.faults import Fault

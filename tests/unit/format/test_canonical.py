@@ -10,8 +10,9 @@ import torch
 
 from shardstore import SnapshotStore
 from shardstore.format.canonical import read_canonical_header, read_canonical_manifest
-from shardstore.format.manifest import decode_manifest, read_register
+from shardstore.format.manifest import decode_manifest
 from shardstore.format.parse import parse_header
+from shardstore.format.register import read_register
 
 
 @pytest.fixture

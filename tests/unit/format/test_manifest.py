@@ -15,10 +15,10 @@ from shardstore.format.manifest import (
     check_tables,
     decode_manifest,
     encode_manifest,
-    read_register,
     shard_file_name,
 )
 from shardstore.format.records import Manifest, Mesh, Placement, SnapshotId
+from shardstore.format.register import read_register
 from shardstore.format.shardfile import table_digest
 from tests.unit.format.builders import (
     MESH,
